@@ -59,10 +59,10 @@ Result = TypeVar("Result")
 
 
 class Clock(Protocol):
-    """Time and waiting, as the module `time` has them."""
+    """The functions of the module `time` for reading the time and waiting."""
 
     def monotonic(self) -> float:
-        """Seconds for which this machine has been awake, from any beginning."""
+        """Seconds that this machine has been awake, from an arbitrary start."""
         ...
 
     def time(self) -> float:

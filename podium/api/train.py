@@ -99,7 +99,7 @@ def train(
     Args:
         config: a YAML file, or several; later files override earlier ones.
         on_step: as for `podium.grpo`.
-        source: `RUN@STEP` of another run whose checkpoint this one starts from.
+        source: `RUN@STEP` of another run; this run starts from its checkpoint.
         settings: overrides of the file's settings, as for `podium.grpo`.
 
     Raises:
@@ -121,21 +121,26 @@ def _train(loaded: Settings, fork: Fork | None, on_step: "OnStep | None") -> Run
     with giving_back_memory():
         check, heard = RunCheck(force=False), on_step or unheard
         status = train_run(config, recipe=loaded.recipe, fork=fork, check=check, on_step=heard)
-    if status == 128 + signal.SIGTERM:  # the machine will disappear soon: a script must not begin what comes next
+    if status == 128 + signal.SIGTERM:  # the machine will disappear soon, so the script must not continue
         sys.exit(status)
     return Run(as_path(config.runs_dir) / str(config.name))
 
 
 def _check_written_nowhere(**data: Data | None) -> None:
-    """Raise ValueError if any data is given as rows, which cannot be written to a run's folder in a bucket."""
+    """Raise ValueError if data is given as rows; used if the run's folder is in a bucket, where rows cannot be
+    written.
+    """
     for name, given in data.items():
         if given is not None and not isinstance(given, str | Path) and not is_task(given):
-            rule = "rows are written into the run's folder, which must be on a disk; write them to a file"
+            rule = (
+                "rows are written into the run's folder, which must then be on a disk, not in a bucket; write the "
+                "rows to a file"
+            )
             raise ValueError(f"{name}: {rule}")
 
 
 def _new_name(runs_dir: str) -> str:
-    """A name that does not exist in the folder."""
+    """A run name that is not used in the folder yet."""
     name = time.strftime("grpo-%Y%m%d-%H%M%S")
     taken = sum(1 for _ in as_path(runs_dir).glob(f"{name}*")) if as_path(runs_dir).is_dir() else 0
     return f"{name}-{taken + 1}" if taken else name

@@ -11,7 +11,7 @@ COLUMN = re.compile(r"[^\W\d][\w -]*")
 def template_names(template: str) -> tuple[str, ...]:
     """The names in a template's braces, each once, in order.
 
-    Raises ValueError if there is none, or if braces hold anything but a name.
+    Raises ValueError if the template has no names, or braces that contain anything but a name.
     """
     try:
         fields = [each[1:] for each in string.Formatter().parse(template) if each[1] is not None]
@@ -20,7 +20,9 @@ def template_names(template: str) -> tuple[str, ...]:
     for name, format_spec, conversion in fields:
         if not name or not COLUMN.fullmatch(name) or format_spec or conversion:
             rule = f"{template!r}: braces hold the name of a column alone, and {name!r} is none or is followed by more"
-            raise ValueError(f"{rule}; write {{question}}, {{answer}} or a column's name, and a brace as {{{{ or }}}}")
+            raise ValueError(
+                f"{rule}; write {{question}}, {{answer}} or a column's name, and a literal brace as {{{{ or }}}}"
+            )
     if not fields:
         raise ValueError(f"{template!r} has no name in braces, so it is the same for every prompt; write {{question}}")
     return tuple(dict.fromkeys(name for name, _, _ in fields if name))

@@ -65,7 +65,7 @@ class MetricWriter:
             self._send(self._links[-1])
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Append a line of metrics by name; values are numbers, numpy scalars, or zero-dimensional arrays.
+        """Append a line with metrics by name; values are numbers, numpy scalars, or zero-dimensional arrays.
 
         `step` is the number of steps done: 0 for the evaluation of the initial model.
 

@@ -252,7 +252,7 @@ _Dumper.add_representer(
 
 
 def _name(given: str) -> str:
-    """A run's name in a form that Kubernetes and Slurm accept, starting with a letter."""
+    """Convert a run's name to a form that Kubernetes and Slurm accept, starting with a letter."""
     name = re.sub(r"[^a-z0-9-]+", "-", given.lower()).strip("-")[:40].strip("-")
     if not name:
         raise BadRequestError(f"name: {given!r} has no letter or digit; set name=my-run")

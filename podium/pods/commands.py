@@ -39,7 +39,7 @@ POLL_S = 5.0
 WHOLE_LOG_BYTES = 2**23
 """Bytes per read when printing a whole log."""
 WITHOUT_MACHINES_S = 86400.0
-"""Seconds for which a slice without machines is kept in addition."""
+"""Seconds that a slice without machines is kept beyond its lease."""
 LINE_BYTES = 300
 """Assumed length of a log line, to read the last N lines."""
 
@@ -67,7 +67,7 @@ class StatusAnswer:
 @app.command()
 @flattened
 def up(name: Name, rent: Rent, common: Common) -> None:
-    """Rent a slice and wait until it is ready. If you already have one of that name, wait for that."""
+    """Rent a slice and wait until it is ready. If you already have a slice of that name, wait for that one."""
     project = open_project(common, Placeholders(name=name, exists=False, zones=rent.zones or ()), follows=True)
     zones = zones_of(rent, project.slices, project.zone)
     tpu_slice = rent_slice(project.slices, new_order(name, rent, project.slices, zones), zones)
@@ -79,9 +79,9 @@ def up(name: Name, rent: Rent, common: Common) -> None:
 @app.command()
 @flattened
 def run(config: ConfigFiles, rent: Rent, options: RunOptions, common: Common, settings: Settings = None) -> None:
-    """Send code and config, start on all machines and follow to the end. With --type, rent a slice first.
+    """Send code and config, start the run on all machines, and follow it to the end. With --type, rent a slice first.
 
-    The same command again, from any laptop, follows the run that it started. Ctrl-C stops following; the run
+    If repeated, from any laptop, the command follows the run that it started. Ctrl-C stops following; the run
     continues. Exit status: the run's own, or 130 after Ctrl-C.
     """
     raise typer.Exit(run_config(load_settings(config, settings or [], elsewhere=True), rent, options, common))
@@ -97,7 +97,7 @@ def status(common: Common, name: AnyName = None, as_json: AsJson = False) -> Non
         tpu_slice = project.slices.locate(name)
     except SliceError:
         machines = [each for each in keepers(project, name) if project.slices.is_ours(each)]
-        if not as_json and machines:  # one is renting the slice right now, or could not get it
+        if not as_json and machines:  # one is renting the slice right now, or failed to
             project.answer(slice_table(machines, project.slices.owner, now))
         raise
     job = poll(project.remote(tpu_slice)) if tpu_slice.state == "ready" else JobStatus(workers=())
@@ -149,7 +149,9 @@ def logs(
 @app.command()
 @flattened
 def stop(common: Common, name: AnyName = None) -> None:
-    """Stop the run: it saves and can be continued. Machines are kept, unless --keep-alive rented them for it."""
+    """Stop the run, which saves and can be continued. Machines are kept, unless --keep-alive rented them for
+    the run.
+    """
     project = open_project(common, Placeholders(name=name))
     slices = project.slices
     tpu_slice = slices.locate(name)
@@ -164,7 +166,7 @@ def stop(common: Common, name: AnyName = None) -> None:
     if tpu_slice.state != "ready":
         raise SliceError(
             f"{where} is not ready ({tpu_slice.detail}), so nothing runs there; podium pod down {tpu_slice.title} "
-            "deletes it, and keeps --keep-alive from waiting for it"
+            "deletes it, so that --keep-alive no longer waits for it"
         )
     remote = project.remote(tpu_slice)
     try:
@@ -183,8 +185,8 @@ def stop(common: Common, name: AnyName = None) -> None:
         if (now := slices.now(tpu_slice)) is None or now.state == "deleting":
             return project.answer(f"{where} has been deleted by the command that kept its run alive")
         raise
-    if now is not None and not now.doomed and now.mark != mark:  # another command wrote the labels as they were before
-        raise SliceError(f"{where} no longer says that it was stopped; run the command again")
+    if now is not None and not now.doomed and now.mark != mark:  # another command has restored old labels
+        raise SliceError(f"{where} is no longer marked as stopped; run the command again")
     if after.name is None:
         return project.answer(f"no job has been started on {remote.name}")
     rented = f"is still rented: podium pod down {tpu_slice.title} deletes it"
@@ -196,14 +198,14 @@ def stop(common: Common, name: AnyName = None) -> None:
 @app.command()
 @flattened
 def down(name: Name, common: Common) -> None:
-    """Delete a slice of yours and the machine that keeps its run alive, and verify that they are gone."""
+    """Delete a slice of yours and the machine that keeps its run alive, and verify that they no longer exist."""
     project = open_project(common, Placeholders(name=name, keeper=machine_name(name)))
-    project.note("what keeps its run alive, if anything does:")
+    project.note("the machine that keeps its run alive, if there is one:")
     if not os.environ.get(OWNER_VARIABLE) and (keeper := delete_keeper(project, name)):
         project.say(f"deleted {keeper}, which kept its run alive")
     run = os.environ.get(RUN_VARIABLE)
     for each in project.slices.titled(name):
-        if each.run is not None and run in (None, each.run):  # a command that keeps its run alive may be asleep
+        if each.run is not None and run in (None, each.run):  # a sleeping command may keep the run alive
             endings = Endings(project.slices, each.labels.get(BUCKET), each.run)
             endings.add(1, project.world.random_word("WORD"))
     deleted = project.slices.down(name, run)
@@ -241,9 +243,9 @@ def ls(
 @flattened
 def reap(
     common: Common,
-    everyone: Annotated[bool, typer.Option("--all", help="Also delete what Podium rented for other people.")] = False,
+    everyone: Annotated[bool, typer.Option("--all", help="Also delete what other people rented with Podium.")] = False,
 ) -> None:
-    """Delete slices on which nothing has run for the length of their lease."""
+    """Delete slices on which no job has run for the length of their lease."""
     project = open_project(common, Placeholders())
     slices = project.slices
     deleted = []
@@ -253,18 +255,18 @@ def reap(
         project.note("for every slice that is ready:")
         if (idle_s := _idle_s(project, each)) is None or idle_s < each.idle_s:
             continue
-        project.say(f"deleting {each.name} in {each.zone}: nothing has run there for {idle_s / HOUR_S:.1f} h")
-        project.note("for every slice whose lease has expired; the second if it was not queued:")
+        project.say(f"deleting {each.name} in {each.zone}: no job has run there for {idle_s / HOUR_S:.1f} h")
+        project.note("for every slice whose lease has expired (the second command if it was not queued):")
         slices.give_up(each, LOST)
         deleted.append(each.name)
     project.answer(f"deleted {', '.join(deleted)}" if deleted else "nothing was deleted")
 
 
 def _idle_s(project: Project, tpu_slice: Slice) -> float | None:
-    """Seconds since something last ran on a slice, by its machines' clocks; None: something runs, or it is unknown.
+    """Seconds since a job last ran on a slice, by its machines' clocks; None if a job is running, or if it is unknown.
 
-    A slice without machines costs nothing. A command that keeps its run alive may be replacing it, and this machine's
-    clock may be wrong, so a day is taken off.
+    A slice without machines costs nothing, a command may be about to replace it, and this machine's clock may be wrong;
+    so a day is subtracted for such slices.
     """
     if tpu_slice.created is None or tpu_slice.state in ("waiting", "creating", "deleting"):
         return None
@@ -276,12 +278,12 @@ def _idle_s(project: Project, tpu_slice: Slice) -> float | None:
         job = poll(remote)
         times = [reply.text.strip() for reply in remote.ask("date +%s").values()]
     except GcloudError as error:
-        if error.gone:  # since it was listed
+        if error.gone:  # deleted since it was listed
             return None
         raise
     if job.running or job.silent or not times:
         if not job.running:
-            project.say(f"{tpu_slice.name} in {tpu_slice.zone} is kept: its machines do not answer")
+            project.say(f"{tpu_slice.name} in {tpu_slice.zone} is kept: its machines do not respond")
         return None
     used = [status[when] or 0.0 for status in job.workers if status for when in ("created", "ended")]
     return min(map(float, filter(str.isdecimal, times)), default=created) - max(created, *used)
@@ -307,8 +309,10 @@ def sky(
     config: ConfigFiles,
     type: Annotated[str, typer.Option(metavar="TYPE", help="Accelerator type, such as v6e-16.")],
     settings: Settings = None,
-    zone: Annotated[str | None, typer.Option(metavar="ZONE", help="Unset: SkyPilot finds one.")] = None,
-    spot: Annotated[bool, typer.Option("--spot/--on-demand", help="Cheaper but preemptible, or not.")] = True,
+    zone: Annotated[str | None, typer.Option(metavar="ZONE", help="Zone; unset: SkyPilot chooses one.")] = None,
+    spot: Annotated[
+        bool, typer.Option("--spot/--on-demand", help="Whether to rent cheaper but preemptible machines.")
+    ] = True,
     runtime: Annotated[
         str | None, typer.Option("--runtime-version", metavar="VERSION", help="TPU software version; unset: by type.")
     ] = None,
@@ -322,10 +326,10 @@ def sky(
 def slurm(
     config: ConfigFiles,
     settings: Settings = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines, with a process on each.")] = 1,
-    gpus: Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs of each machine; 0: none.")] = 0,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines, with one process each.")] = 1,
+    gpus: Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs per machine; 0: request none.")] = 0,
     time: Annotated[
-        str, typer.Option(metavar="TIME", help="Limit, after which it saves and is requeued.")
+        str, typer.Option(metavar="TIME", help="Time limit, after which the job saves and is requeued.")
     ] = "24:00:00",
     python: Annotated[str, typer.Option(metavar="PATH", help="Python with Podium's dependencies.")] = "python",
 ) -> None:

@@ -1,8 +1,8 @@
-"""Records that a run is over, in its bucket, where every command looks before it rents or starts anything.
+"""Records in a run's bucket that the run is over; every command checks these before it rents or starts anything.
 
-A label goes with its slice, so it does not reach a command that was asleep while the slice existed. A record is an
-empty object, gs://BUCKET/podium-over/RUN.STATUS.WORD: a new one for each stop and each end, never deleted. A command
-obeys the records that were not there when it began. Runs whose folder is in no bucket of Google's have no records.
+A label is deleted with its slice, so a command that was asleep while the slice existed never sees it. A record is an
+empty object, gs://BUCKET/podium-over/RUN.STATUS.WORD: each stop and each end adds one, and none is ever deleted. A
+command obeys the records that did not exist when it began. Runs whose folder is not in a Google bucket have no records.
 """
 
 import tempfile
@@ -20,19 +20,19 @@ class Endings:
     """The records of one run."""
 
     def __init__(self, slices: Slices, bucket: str | None, run: str) -> None:
-        """`bucket` is a bucket's name; None: the run has none."""
+        """`bucket` is the bucket's name; None if the run's folder is in no bucket."""
         self.known = bucket is not None
-        """Whether it is known here that the run is over, if it is."""
+        """Whether the end of the run can be read from the bucket."""
         self._slices = slices
         self._prefix = f"{GOOGLE}{bucket}/{FOLDER}/{run}."
         self._before: set[str] = set()
 
     def begin(self) -> None:
-        """Ignore the records that are there now: a later command overrides them."""
+        """Ignore the existing records, because a later command overrides them."""
         self._before = set(self._names())
 
     def status(self) -> int | None:
-        """The exit status with which the run ended or was stopped since `begin`; None: it is not over."""
+        """The exit status with which the run ended or was stopped since `begin`; None if it is not over."""
         new = set(self._names()) - self._before
         return min((int(name.split(".")[-2]) for name in new), default=None)
 
@@ -45,21 +45,24 @@ class Endings:
         return [each["name"] for each in self._ask(self._slices.gcloud.argv.objects(self._prefix))]
 
     def _ask(self, argv: Sequence[str]) -> ApiAnswer:
-        """The answer to a command about the bucket; without permission, say so and do without records from then on."""
+        """Run a command about the bucket and return its answer. Without permission, print that, and ignore records from
+        then on.
+        """
         try:
             return self._slices.ask(argv) if self.known else []
         except GcloudError as error:
             if error.kind not in ("denied", "invalid", "not_found"):
                 raise
-            if error.kind != "not_found":  # otherwise there are no such objects
+            if error.kind != "not_found":  # otherwise the objects do not exist
                 self.known = False
                 self._slices.say(
-                    f"stops cannot be recorded in the run's bucket ({error.text}); another laptop may miss one"
+                    f"stops cannot be recorded in the run's bucket ({error.text}), so commands on other laptops may "
+                    "miss them"
                 )
             return []
 
 
 def bucket_label(runs_dir: str) -> str | None:
-    """The bucket of a run's folder as the value of a label; None: it is in none, or its name does not fit."""
+    """The bucket of a run's folder as a label's value; None if the folder is in no bucket, or the name does not fit."""
     bucket = runs_dir.removeprefix(GOOGLE).partition("/")[0] if runs_dir.startswith(GOOGLE) else ""
     return bucket if bucket and label_text(bucket) == bucket and len(bucket) <= LABEL_LENGTH else None

@@ -1,6 +1,6 @@
 """Keeps a run alive from a small Google machine instead of a laptop: `podium pod run --keep-alive --on-vm`.
 
-The machine receives the same as workers (code, config, secrets) and runs one job of the agent, which is `podium pod run
+The machine receives what workers receive (code, config, secrets) and runs one job of the agent: `podium pod run
 --keep-alive` with the same config. Its slices have the laptop user's owner label, so every command works from any
 laptop as before. When the run has ended the machine deletes the run's slice and itself; `podium pod down` deletes both
 at any time. After a failure the machine is turned off instead, and its description says why.
@@ -38,9 +38,9 @@ _STATES: Mapping[str, State] = {"RUNNING": "ready", "PROVISIONING": "creating", 
 
 
 def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunOptions, spec: RunSpec) -> None:
-    """Rent a machine in this zone that rents the slice if necessary, starts the run there and keeps it alive.
+    """Rent a machine in this zone, which rents the slice if necessary, starts the run there and keeps it alive.
 
-    Called again, it finds the machine and its job.
+    If called again, it finds the machine and its job.
 
     Raises:
         SliceError: a machine of that name belongs to another owner.
@@ -73,9 +73,9 @@ def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunO
 
 
 def delete_keeper(project: Project, slice_name: str) -> str | None:
-    """Delete our machine that keeps the slice's run alive; returns its name, or None if there is none.
+    """Delete our machine that keeps the slice's run alive; returns its name, or None if it does not exist.
 
-    Without permission to list machines, say so and return None.
+    Without permission to list machines, prints that and returns None.
     """
     for machine in keepers(project, slice_name):
         if machine.owner == project.slices.owner:
@@ -87,7 +87,7 @@ def delete_keeper(project: Project, slice_name: str) -> str | None:
 def keepers(project: Project, slice_name: str | None = None) -> list[Slice]:
     """List machines (of all owners) that keep the run of one slice, or of any slice, alive; each as a `Slice`.
 
-    Without permission to list machines, say so and return an empty list.
+    Without permission to list machines, prints that and returns an empty list.
     """
     gcloud = project.slices.gcloud
     name = machine_name(slice_name) if slice_name else None
@@ -98,14 +98,14 @@ def keepers(project: Project, slice_name: str | None = None) -> list[Slice]:
             raise  # an overlooked machine would rent the slice again
         if error.kind != "disabled":
             what = f"there is a machine {name}" if name else "machines keep runs alive"
-            project.say(f"whether {what} cannot be seen: {error.text}")
+            project.say(f"it cannot be seen whether {what}: {error.text}")
         return []
 
 
 def keeper_spec(
     machine: str, zone: str, owner: str, name: str, rent: Rent, options: RunOptions, spec: RunSpec
 ) -> RunSpec:
-    """The keeper machine's own job, which keeps the run alive on the owner's slice with this name."""
+    """The job of the keeper machine, which keeps the run alive on the owner's slice with this name."""
     package = spec.package
     sent = f'"$HOME/{package.folder}"'
     words = ["--keep-alive", "--slice", name, *_options(rent, options)]
@@ -127,7 +127,7 @@ def keeper_spec(
 
 
 def _options(rent: Rent, options: RunOptions) -> list[str]:
-    """The options of `podium pod run`, for the machine's own command."""
+    """The options of `podium pod run` for the command on the machine."""
     words = [f"--restarts={options.restarts}", f"--replacements={options.replacements}"]
     words += [] if options.down is None else ["--down" if options.down else "--keep"]
     words += ["--spot" if rent.spot else "--on-demand", "--queued" if rent.queued else "--now"]
@@ -145,7 +145,7 @@ def _options(rent: Rent, options: RunOptions) -> list[str]:
 
 
 def _rented(project: Project, name: str, zone: str, rent: Rent) -> Slice:
-    """The machine; rented if it does not exist."""
+    """Find the machine, or rent it if it does not exist."""
     gcloud = project.slices.gcloud
     owner = project.slices.owner
     project.note("")
@@ -156,19 +156,19 @@ def _rented(project: Project, name: str, zone: str, rent: Rent) -> Slice:
         found = None
     if found is None:
         project.say(f"{zone}: renting {machine_name(name)}, an e2-micro")
-        project.note("if it is not there; the owner is that of gcloud's account:")
+        project.note("if it does not exist; the owner is that of gcloud's account:")
         labels = {OWNER: owner, RUN: name}
         gcloud.checked(gcloud.argv.create_vm(machine_name(name), zone, labels, rent.service_account))
         found = _found(project, name)
     if found is None:
         raise SliceError(f"{machine_name(name)} was created in {zone} and is not listed; run the command again")
     if found.owner != owner:
-        raise SliceError(f"{found.name} in {found.zone} is not yours and is not touched; choose another --slice")
+        raise SliceError(f"{found.name} in {found.zone} is not yours and was not changed; choose another --slice")
     return found
 
 
 def _found(project: Project, name: str) -> Slice | None:
-    """The machine as it is listed, as a `Slice` of one machine; None if there is none."""
+    """Find the machine in the list, as a `Slice` of one machine; None if it does not exist."""
     gcloud = project.slices.gcloud
     return next((_as_slice(each) for each in gcloud.ask(gcloud.argv.vms(machine_name(name)))), None)
 

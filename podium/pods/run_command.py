@@ -72,7 +72,7 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
         )
         project = open_project(common, placeholders, secrets, follows=not options.detach)
         if spec.package.sends("changes.patch"):
-            project.say("uncommitted changes are sent as a patch, which is kept beside the code on the workers")
+            project.say("uncommitted changes are sent as a patch, which is kept with the code on the workers")
         tpu_slice = None if wanted else _found(project, name, options)
         if tpu_slice is not None:
             rent, name = same_again(tpu_slice, rent), tpu_slice.title
@@ -86,7 +86,7 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
             return 0
         bucket = (bucket_label(loaded.config.runs_dir) or "") if options.keep_alive else None
         session = _make_session(project, name, rent, spec, bucket=bucket, fresh=wanted is not None)
-        if options.detach or not options.keep_alive:  # otherwise `keep_alive` does both and handles failures
+        if options.detach or not options.keep_alive:  # otherwise `keep_alive` does both, and handles failures
             session.slice = session.slice or rent_slice(project.slices, session.order, session.zones)
             what = f"{name}, and what its setup needs"
             patiently(session.start, what, may_pass=may_pass, clock=project.clock, say=project.say)
@@ -108,9 +108,9 @@ def _make_session(
 
 
 def _found(project: Project, name: str | None, options: RunOptions) -> Slice:
-    """The existing slice to run on. Raises SliceError if it is not ready and nothing would replace it."""
+    """The existing slice to run on. Raises SliceError if it is not ready and would not be replaced."""
     tpu_slice = project.slices.locate(name)
-    project.note("shown for a v6e-8; type, number and addresses of the machines come from the answer:")
+    project.note("shown for a v6e-8; in a real run, type, number and addresses of the machines come from the answer:")
     if tpu_slice.state == "ready" or options.keep_alive:  # `keep_alive` replaces it if necessary
         return tpu_slice
     raise SliceError(
@@ -120,7 +120,7 @@ def _found(project: Project, name: str | None, options: RunOptions) -> Slice:
 
 
 def _check_name(name: str, options: RunOptions) -> None:
-    """Raise ConfigError for a name that cannot name a job, BadRequestError for contradictory options."""
+    """Raise ConfigError if a run's name cannot name a job, and BadRequestError for contradictory options."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         message = f"{name!r} cannot name a job on the machines: letters, digits, '.', '_' and '-', such as name=my-run"
         raise ConfigError([Problem(key="name", message=message)])
@@ -154,7 +154,9 @@ def _check_runs_dir(loaded: Loaded, options: RunOptions, workers: int) -> None:
 
 
 def _check_divisible(config: Config, spec: RunSpec) -> None:
-    """Raise BadRequestError if weights or sequences do not divide over the slice; unknown models are not checked."""
+    """Raise BadRequestError if weights or sequences do not split evenly over the slice; unknown models are not
+    checked.
+    """
     if spec.on_cpu:
         return
     try:
@@ -177,7 +179,7 @@ def follow(project: Project, session: Session, options: RunOptions) -> int:
         return keep_alive(session, policy, clock=project.clock, say=project.say)
     except KeyboardInterrupt:
         if session.slice is None:
-            project.say("\nstopped while machines were asked for: a request stays, and may cost money later;")
+            project.say("\nstopped while requesting machines: a request remains, and may cost money later;")
             project.say(f"podium pod down {name} withdraws it, and the same command continues with it")
             return INTERRUPTED
         project.say(f"\nstopped following; the run continues. podium pod logs -f {name} shows its log,")

@@ -27,7 +27,7 @@ LIST_S = 2.0
 SETTLE_S = 60.0
 """Seconds by which lists may lag behind requests and deletions."""
 LATE_S = 10.0
-"""Seconds after a lost reply in which a slice may still appear."""
+"""Seconds after a lost reply within which a slice may still appear."""
 NAME_WORD = 8
 """Characters of the random word in a slice's name."""
 NODE_S = 1800.0
@@ -52,10 +52,10 @@ class InterruptedRentalError(SliceError):
 
 
 class PendingError(SliceError):
-    """gcloud failed after a request was made."""
+    """gcloud failed after a request was made, which may still be granted."""
 
     def __init__(self, title: str, zone: str, cause: GcloudError) -> None:
-        """The message says what may be rented."""
+        """`cause` is gcloud's error; the message says what may be rented."""
         super().__init__(
             f"{cause}\n{title} may be requested or rented in {zone}: podium pod down {title} withdraws it; the same "
             "command continues"
@@ -68,15 +68,15 @@ class DeletedError(SliceError):
 
 
 class TakenError(SliceError):
-    """The slice is another run's, or is not to be deleted by this one."""
+    """The slice belongs to another run, or this run may not delete it."""
 
 
 class RefusedError(SliceError):
-    """No zone gives the slice; nothing is left behind."""
+    """No zone grants the slice; no request or machine remains."""
 
     def __init__(self, order: Order, refused: Mapping[str, GcloudError | str]) -> None:
         lines = "".join(f"\n    {zone}: {reason}" for zone, reason in refused.items())
-        super().__init__(f"no zone gave {order.accelerator} for {order.name}, and nothing is left behind:{lines}")
+        super().__init__(f"no zone granted {order.accelerator} for {order.name}; no request or machine remains:{lines}")
         self.final = all(
             isinstance(each, GcloudError) and each.kind in ("denied", "invalid") for each in refused.values()
         )
@@ -84,7 +84,7 @@ class RefusedError(SliceError):
 
 
 class SliceLists:
-    """Lists the slices of a project, tells ours from others, and sets labels."""
+    """Lists the slices of a project, distinguishes the owner's from others, and sets labels."""
 
     def __init__(
         self,
@@ -131,9 +131,9 @@ class SliceLists:
     ) -> list[Slice]:
         """List all slices of the project, ours and others', in these zones or in all.
 
-        A zone whose queue is not readable is reported and left out, since it contains nothing of ours; it is an error
-        if it is one of the `needed` zones. gcloud's list over all zones silently omits unreachable zones; with
-        `each_zone`, every zone is listed separately, and an unreachable one is an error.
+        A zone whose queue is not readable is reported and left out, because it cannot contain our slices; for `needed`
+        zones, it is an error. gcloud's list over all zones silently omits unreachable zones; with `each_zone`, every
+        zone is listed separately, and an unreachable one is an error.
         """
         self.gcloud.note("")
         wanted = self.zones if zones is None else list(zones)
@@ -154,7 +154,7 @@ class SliceLists:
         return self._zones
 
     def titled(self, name: str, *, each_zone: bool = False, needed: Sequence[str] = ()) -> list[Slice]:
-        """Our slices with this title or name, in all zones, the one requested first at the beginning.
+        """Our slices with this title or name, in all zones, ordered by the time of their request.
 
         The queues of `needed` zones must be readable.
         """
@@ -170,7 +170,7 @@ class SliceLists:
         """Find our slice with this name, or our only one; lists nodes first, because that is fast.
 
         Raises:
-            SliceError: there is none, or there are several.
+            SliceError: no slice matches, or more than one does.
         """
         self.gcloud.note("")
         nodes = self.ask(self.gcloud.argv.nodes())
@@ -185,14 +185,14 @@ class SliceLists:
         raise SliceError(f"{what}; podium pod ls lists slices, podium pod up rents one")
 
     def now(self, tpu_slice: Slice) -> Slice | None:
-        """The slice as listed now; None if it is gone."""
+        """The slice as listed now; None if it no longer exists."""
         for each in read_slices(self.ask(self.gcloud.argv.nodes(tpu_slice.zone)), []):
             if each.name == tpu_slice.name and each.state == "ready":
                 return each  # without reading the queue, which takes longer
         return self.named(tpu_slice.name, tpu_slice.zone)
 
     def is_ours(self, tpu_slice: Slice) -> bool:
-        """Whether it carries our owner's label."""
+        """Whether a slice carries our owner's label."""
         return tpu_slice.owner == self.owner
 
     def named(self, name: str, zone: str) -> Slice | None:
@@ -211,7 +211,7 @@ class SliceLists:
         return self._readable(self.gcloud.argv.nodes(zone), f"{zone}: its nodes")
 
     def _readable(self, argv: Sequence[str], what: str) -> Sequence[ApiObject]:
-        """The result of a list command; without permission, say so and return an empty list."""
+        """The result of a list command; without permission, print that and return an empty list."""
         try:
             return self.ask(argv)
         except GcloudError as error:
@@ -225,12 +225,13 @@ class Slices(SliceLists):
     """Rents and deletes the slices of one owner in one project."""
 
     def up(self, order: Order, zones: Sequence[str], *, over: Callable[[], bool] = lambda: False) -> Slice:
-        """Rent a slice in the first zone that grants it, or use the one of its title, and wait until it is ready.
+        """Rent a slice in the first zone that grants it, or use the existing slice of that title, and wait until it is
+        ready.
 
         Args:
             order: what to rent, and for which run.
             zones: tried in this order.
-            over: whether the run has ended meanwhile; asked before and after each request.
+            over: whether the run has ended meanwhile; called before and after each request.
 
         Raises:
             TakenError: the slice of this title was rented for another run.
@@ -250,7 +251,9 @@ class Slices(SliceLists):
         return got
 
     def _advance(self, asking: "_Asking", over: Callable[[], bool]) -> Slice | None:
-        """Do what is next for an order: ask a zone, wait, or delete what is useless. Returns the slice once ready."""
+        """Do the next thing for an order: ask a zone, wait, or delete useless slices. Returns the slice once it is
+        ready.
+        """
         order = asking.order
         if asking.unseen:
             self._list(asking)
@@ -262,7 +265,7 @@ class Slices(SliceLists):
         if holder is not None:
             _check(holder, order)
             asking.standing = holder.zone
-        # Nobody uses these: the first holds the title.
+        # Nobody uses these, because the first holds the title.
         self.delete([each for each in found[1:] if each.name in asking.asked or (each.run and each.run == order.run)])
         if holder is None:
             self._ask(asking)
@@ -279,15 +282,15 @@ class Slices(SliceLists):
         return None
 
     def down(self, name: str, run: str | None = None) -> list[Slice]:
-        """Delete our slices with this title or name in all zones, verify that they are gone, and return them.
+        """Delete our slices with this title or name in all zones, verify that they no longer exist, and return them.
 
         With `run`, only those that were rented for this run. Raises SliceError if something remains.
         """
         found = [each for each in self.titled(name) if run in (None, each.run)]
-        if not found:  # a request without a reply may still be carried out, or its zone may be unreachable for a moment
+        if not found:  # a request without a reply may be in progress, or its zone unreachable
             self.clock.sleep(LATE_S)
             found = [each for each in self.titled(name, each_zone=True) if run in (None, each.run)]
-        self.gcloud.note(f"for every slice of yours that is named {name}; the second if it was not queued:")
+        self.gcloud.note(f"for every slice of yours that is named {name} (the second command if it was not queued):")
         self.delete(found)
         return found
 
@@ -300,9 +303,9 @@ class Slices(SliceLists):
             self._delete(each)
 
     def give_up(self, tpu_slice: Slice, mark: str) -> bool:
-        """Delete a slice on which other commands may start the same run: after this mark they no longer do.
+        """Delete a slice on which other commands might start the same run, after setting `mark`, which prevents that.
 
-        Returns whether it was still listed.
+        Returns whether the slice was still listed.
         """
         found = self.titled(tpu_slice.title)
         listed = next((each for each in found if each.name == tpu_slice.name), None)
@@ -314,7 +317,7 @@ class Slices(SliceLists):
         return True
 
     def withdraw(self, tpu_slice: Slice) -> bool:
-        """Delete a request that has no machines; returns False if it has got some meanwhile."""
+        """Delete a request that has no machines; returns False if it has received machines meanwhile."""
         argv = self.gcloud.argv.delete(tpu_slice.name, tpu_slice.zone, queued=True, force=False)
         try:
             self.gcloud.checked(argv)
@@ -348,7 +351,8 @@ class Slices(SliceLists):
         return True
 
     def _ask(self, asking: "_Asking") -> None:
-        """Request it in the next zone, under a new name, until it is certain that the zone has accepted or refused it.
+        """Request a slice in the next zone, under a new name, until it is certain that the zone has accepted or
+        refused.
 
         Raises RefusedError if no zone is left.
         """
@@ -374,7 +378,9 @@ class Slices(SliceLists):
         asking.refused[zone] = error
 
     def _created(self, order: Order, name: str, zone: str) -> GcloudError | None:
-        """Request a slice, again if no reply comes; returns the last error, or None if the request stands."""
+        """Request a slice, repeatedly if no reply arrives; returns the last error, or None if the request was
+        accepted.
+        """
         order = dataclasses.replace(order, labels={**order.labels, NAME: order.name})
         patience = self.patience("Google")
         while True:
@@ -383,7 +389,7 @@ class Slices(SliceLists):
                 return None
             except GcloudError as failed:
                 error = failed
-            if error.kind == "exists":  # by this request, whose reply was lost
+            if error.kind == "exists":  # created by this request, whose reply was lost
                 return None
             if not error.uncertain and error.kind != "rate":
                 return error
@@ -402,7 +408,7 @@ class Slices(SliceLists):
         until = self.clock.monotonic() + SETTLE_S
         while self.named(name, zone) is None:
             if self.clock.monotonic() > until:
-                asking.refused[zone] = "it was requested and never listed"
+                asking.refused[zone] = "it was requested and never appeared in lists"
                 asking.standing = ""
                 self.say(f"{zone}: {asking.refused[zone]}")
                 break
@@ -410,7 +416,9 @@ class Slices(SliceLists):
         asking.unseen = None
 
     def _wait(self, asking: "_Asking", holder: Slice) -> str | None:
-        """Wait until it is ready; returns why it never will be. Raises DeletedError if other commands withdrew it."""
+        """Wait until the slice is ready; otherwise returns why it never will be. Raises DeletedError if another command
+        withdrew it.
+        """
         self.gcloud.note("until it is ready:")
         began = seen = self.clock.monotonic()  # time asleep does not count
         creating: float | None = None  # since when
@@ -446,16 +454,16 @@ class Slices(SliceLists):
 
 @dataclasses.dataclass
 class _Asking:
-    """What has come of an order so far."""
+    """The progress of an order so far."""
 
     order: Order
     zones: Sequence[str]
     refused: dict[str, GcloudError | str] = dataclasses.field(default_factory=dict)
-    """Zones and their reasons."""
+    """Zones that have refused, with their reasons."""
     asked: set[str] = dataclasses.field(default_factory=set)
     """Names of the requests that this command made."""
     standing: str = ""
-    """The zone in which a request may stand."""
+    """The zone in which a request may be pending; empty if none."""
     unseen: tuple[str, str] | None = None
     """Name and zone of the last request, until lists show it."""
 
@@ -469,7 +477,7 @@ class _Asking:
 
 
 def _check(holder: Slice, order: Order) -> None:
-    """Raise an error unless the order may use a slice of its title."""
+    """Raise TakenError or BadRequestError unless the order may use the existing slice of its title."""
     if holder.run not in (None, order.run):
         raise TakenError(
             f"{holder.name} in {holder.zone} was rented for the run {holder.run} (podium pod run --keep-alive); choose "

@@ -58,7 +58,7 @@ def resolve(
         decoder: the model's architecture, LoRA included.
         machine: the run's devices.
         mesh: sizes of the mesh axes; unset: resolved from the config's `mesh`.
-        recipe: that of the settings, if they were checked already; unset: resolved here.
+        recipe: the config's recipe if it was resolved already; None: resolve it here.
 
     Raises:
         ValueError: settings conflict with each other, the model or the machine; the message names the key and a way
@@ -68,8 +68,8 @@ def resolve(
     mesh = mesh or resolve_mesh(config, machine)
     if config.algorithm.router_loss_coef and not decoder.routed:
         raise ValueError(
-            f"algorithm.router_loss_coef is {config.algorithm.router_loss_coef:g} and {config.model} has no routers; it"
-            " is for mixtures of experts: leave it unset"
+            f"algorithm.router_loss_coef is {config.algorithm.router_loss_coef:g}, which is for mixtures of experts, "
+            f"and {config.model} has no routers; leave it unset"
         )
     spec = RunSpec(
         name=config.name or config.model,
@@ -98,7 +98,7 @@ def resolve(
 
 
 def _check_positions(spec: RunSpec) -> None:
-    """Raises ValueError if a sequence can be longer than a model of the run has positions."""
+    """Raise ValueError if sequences can be longer than the number of positions of a model of the run."""
     positions = {spec.model: spec.decoder.max_positions}
     positions |= {role.model: role.decoder.max_positions for role in spec.scoring_models}
     for model, most in positions.items():
@@ -119,11 +119,12 @@ def resolve_mesh(config: Config, machine: Machine) -> MeshSizes:
 
 
 def resolve_algorithm(config: Config) -> AlgorithmConfig:
-    """The config's `algorithm`, with a correction if the rollout's weights are rounded and the config leaves it open.
+    """The config's `algorithm`, with a default correction if the rollout's weights are rounded and the config sets
+    none.
 
-    It leaves it open if it sets neither `correction` nor `old_logprobs`, if its recipe samples and has no correction of
-    its own, and if its loss is not vespo, which weighs by the ratio to the sampler already. Raises ValueError for an
-    unknown recipe.
+    The default applies if the config sets neither `correction` nor `old_logprobs`, if the recipe samples and has no
+    correction, and if the loss is not vespo, which already weights by the ratio to the sampler. Raises ValueError for
+    an unknown recipe.
     """
     given = config.algorithm
     chosen = given.correction is not None or given.old_logprobs is not None
@@ -163,9 +164,9 @@ def resolve_batch(config: Config, recipe: Recipe, decoder: DecoderConfig, mesh: 
 
 
 def resolve_update(config: Config, recipe: Recipe, machine: Machine, mesh: MeshSizes) -> UpdateSpec:
-    """Resolve how batches are scored and trained on. Raises ValueError if the machine lacks a requested kernel."""
+    """Resolve how batches are scored and trained on. Raises ValueError if the machine cannot run a requested kernel."""
     train = config.train
-    compares = recipe.teaching is not None and recipe.teaching.loss == "full"  # all logits, which a fused head has not
+    compares = recipe.teaching is not None and recipe.teaching.loss == "full"  # needs all logits
     return UpdateSpec(
         dtype=resolve_format(train.dtype, machine),
         reduce_dtype=train.reduce_dtype,
@@ -194,7 +195,7 @@ def resolve_prompts(config: Config) -> PromptSpec:
 
 
 def resolve_demonstrations(config: Config) -> DemonstrationSpec | None:
-    """Resolve the demonstrations that a run mixes into its updates; None if it mixes none in."""
+    """Resolve the demonstrations that a run mixes into its updates; None if the run has no demonstrations."""
     if (part := config.demonstrations) is None:
         return None
     tasks = [each.task for each in part.tasks] or [
@@ -205,9 +206,9 @@ def resolve_demonstrations(config: Config) -> DemonstrationSpec | None:
 
 
 def resolve_rollout(config: Config, recipe: Recipe, decoder: DecoderConfig, machine: Machine) -> RolloutSpec:
-    """Resolve how prompts are completed and graded on a machine; evaluation needs the same.
+    """Resolve how prompts are completed and graded on a machine, for training and evaluation.
 
-    Raises ValueError if the layout does not fit the model or the machine, or a sequence the model's positions.
+    Raises ValueError if the layout does not fit the model or the machine, or if sequences exceed the model's positions.
     """
     rollout = config.rollout
     if found := too_long(rollout, decoder.max_positions, config.model):
@@ -265,7 +266,9 @@ def sampling_params(rollout: RolloutConfig) -> SamplingParams:
 
 
 def host_share(rollout: RolloutConfig, hosts: int) -> RolloutConfig:
-    """One host's share of the engine's slots, rows and cache. Raises ValueError if they do not divide over hosts."""
+    """One host's share of the engine's slots, rows and cache. Raises ValueError if they are not divisible by the number
+    of hosts.
+    """
     check_split(rollout, hosts, "hosts")
     own = {"slots": rollout.slots // hosts, "prefill_rows": rollout.prefill_rows // hosts}
     if rollout.cache_tokens is not None:

@@ -1,4 +1,4 @@
-"""Finds the models of a run without their weights: its policy, and each other one as a `Role`. No jax."""
+"""Finds the models of a run, without their weights: the policy, and every other model as a `Role`. No jax."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,22 +17,22 @@ from podium.run.token_sizes import rows_per_device
 
 
 def find_decoder(config: Config) -> DecoderConfig:
-    """The decoder of a run including its adapters. Raises ModelError as `find_architecture` and `decoder_of_run` do."""
+    """The decoder of a run, adapters included. Raises ModelError like `find_architecture` and `decoder_of_run`."""
     return decoder_of_run(find_architecture(config.model), config.lora, config.rollout.weights)
 
 
 def decoder_of_run(decoder: DecoderConfig, lora: LoraConfig | None, rollout_weights: RolloutWeights) -> DecoderConfig:
-    """A model's decoder with a run's adapters, and the format of its rollout's weights.
+    """A model's decoder with a run's adapters and number format of rollout weights.
 
-    Raises ModelError if it has no matrix of a target of the adapters.
+    Raises ModelError if the model has no matrix for one of the adapters' targets.
     """
     return dataclasses.replace(with_lora(decoder, lora), rollout_weights=rollout_weights)
 
 
 def scoring_models(config: Config, recipe: Recipe, decoder: DecoderConfig) -> tuple[Role, ...]:
-    """The models that score batches of the policy, whose architecture is `decoder`.
+    """The models that score the policy's batches; `decoder` is the policy's.
 
-    Raises ModelError if a model does not exist, or if the critic's has several labels.
+    Raises ModelError if a model does not exist, or if the critic's model has several labels.
     """
     return (
         *_reference(config, recipe, decoder),
@@ -42,7 +42,7 @@ def scoring_models(config: Config, recipe: Recipe, decoder: DecoderConfig) -> tu
 
 
 def _reference(config: Config, recipe: Recipe, decoder: DecoderConfig) -> Iterator[Role]:
-    """The first model, if the recipe compares with it: beside adapters it is their base."""
+    """The reference (the run's first model), if the recipe uses one; with adapters, it is their base model."""
     if recipe.needs_reference:
         stays = "frozen" if decoder.lora is None else "policy_base"
         yield Role(
@@ -57,7 +57,7 @@ def _reference(config: Config, recipe: Recipe, decoder: DecoderConfig) -> Iterat
 
 
 def _teacher(config: Config) -> Iterator[Role]:
-    """The teacher, all of which is frozen, if the config has one."""
+    """The teacher, entirely frozen, if the config has one."""
     if (teacher := config.teacher) is not None:
         is_base = config.lora is not None and (teacher.model, teacher.base) == (config.model, config.lora.base)
         yield Role(
@@ -98,7 +98,9 @@ def _longer_prompts(config: Config) -> int | None:
 
 
 def _critic(config: Config, recipe: Recipe, decoder: DecoderConfig) -> Iterator[Role]:
-    """The critic, if the recipe has one: the policy's decoder without adapters, unless the config names a model."""
+    """The critic, if the recipe has one; it has the policy's decoder without adapters, unless the config names
+    a model.
+    """
     if recipe.learns_values:
         critic = config.critic or CriticConfig()
         yield Role(
@@ -122,11 +124,11 @@ def _critic(config: Config, recipe: Recipe, decoder: DecoderConfig) -> Iterator[
 
 
 def grading_models(config: Config, recipe: Recipe) -> tuple[Role, ...]:
-    """The reward models that tasks use, all of which are frozen, and how they score.
+    """The reward models that tasks use, all frozen, and how they score.
 
     Raises:
-        ModelError: there is no such model, or it has no head with one score.
-        ValueError: conversations are longer than its positions.
+        ModelError: a model does not exist, or has no head with a single score.
+        ValueError: conversations can be longer than a model's positions.
     """
     used = {part for task in config.tasks for part in task.rewards}
     found = []
@@ -162,13 +164,13 @@ def grading_models(config: Config, recipe: Recipe) -> tuple[Role, ...]:
 
 
 def check_graders(config: Config) -> None:
-    """Raises ValueError if no task uses a reward model or a judge: an evaluation may leave them out, a run may not."""
+    """Raise ValueError if a reward model or judge is not used by any task. Evaluations skip this check."""
     used = {part for task in config.tasks for part in task.rewards}
     named = [(f"reward_models.{index}", each.name) for index, each in enumerate(config.reward_models)]
     named += [(f"grading.judges.{index}", each.name) for index, each in enumerate(config.grading.judges)]
     for key, name in named:
         if name not in used:
             raise ValueError(
-                f"{key}.name: {name!r} is in no task's rewards, so it would grade nothing; name it in tasks.0.rewards,"
-                f" with a weight, or leave {key} out"
+                f"{key}.name: no task's rewards contain {name!r}, so it would grade nothing; add it to "
+                f"tasks.0.rewards with a weight, or leave {key} out"
             )

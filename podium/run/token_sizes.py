@@ -1,4 +1,4 @@
-"""Sizes of a run that follow from its settings and its recipe, whatever the model and the machine."""
+"""Sizes of a run that follow from its settings and recipe, independent of model and machine."""
 
 from podium.algorithms.recipes import Recipe
 from podium.config.schema import Config
@@ -7,7 +7,7 @@ DEFAULT_ROWS_PER_DEVICE = 4
 
 
 def row_tokens(config: Config, recipe: Recipe) -> int:
-    """T: tokens per row of a batch; both completions of a pair share a row."""
+    """Tokens T per row of a batch; both completions of a pair share a row."""
     if config.train.row_tokens is not None:
         return config.train.row_tokens
     return config.rollout.longest + (config.rollout.max_new_tokens if recipe.data_form == "pair" else 0)

@@ -21,12 +21,12 @@ class EncodedPrompt:
 
     prompt: TaskPrompt
     tokens: tuple[int, ...]
-    """Empty if the first message is the environment's."""
+    """The prompt's token ids; empty if the environment gives the first message."""
     seed: int
     number: int = 0
     """Index in the run's sequence of prompts; 0 for evaluation questions."""
     skipped: int = 0
-    """Number of prompts skipped before it because they were too long."""
+    """Number of prompts skipped before this one because they were too long."""
 
 
 class Feed:
@@ -41,12 +41,12 @@ class Feed:
         self.spec, self.tokenizer = spec, tokenizer
         self.tasks = TaskMixture(spec.tasks, seed=spec.seed, data=spec.data)
         self.conversing: list[Conversing | None] = [conversing(task) for task in self.tasks.levels]
-        """How each task's conversations are held; None: its prompts are answered once."""
+        """How each task's conversations are created; None if its prompts are answered once."""
         self.dialogues = [
             None if held is None else Dialogue(label, tokenizer, held.tools)
             for label, held in zip(self.tasks.labels, self.conversing, strict=True)
         ]
-        """How they are written."""
+        """The chat format of each task's conversations; None if its prompts are answered once."""
 
     @property
     def cursor(self) -> int:
@@ -58,7 +58,7 @@ class Feed:
         self.tasks.cursor = drawn
 
     def next(self, count: int) -> list[EncodedPrompt]:
-        """The next `count` prompts that fit and are not retired. Raises ValueError if no prompt of the tasks does."""
+        """The next `count` prompts that fit and are not retired. Raises ValueError if no prompt fits."""
         prompts: list[EncodedPrompt] = []
         passed: set[tuple[int, str]] = set()  # task and id of prompts that are too long or retired
         skipped = 0
@@ -76,13 +76,13 @@ class Feed:
             if len(passed) == sum(self.tasks.num_prompts().values()):
                 limit, own = self.spec.max_tokens, self.spec.privileged
                 also = "" if own is None else f", or in {own.key} {own.max_tokens} as the {own.role} reads it"
-                raise ValueError(f"no prompt fits in rollout.max_prompt_tokens {limit}{also}; raise it")
+                raise ValueError(f"no prompt fits in rollout.max_prompt_tokens {limit}{also}; raise the limit")
         return prompts
 
     def at(self, number: int, level: int | None = None) -> EncodedPrompt:
         """The prompt at this index in the run's sequence; it must be short enough for `rollout.max_prompt_tokens`.
 
-        `level` is the level of a curriculum that it was drawn from.
+        `level` is the curriculum level that the prompt was drawn from.
         """
         encoded = self._encode(self.tasks.prompt_at(number, level), number)
         assert encoded is not None, "a prompt that was drawn fits"
@@ -103,7 +103,7 @@ class Feed:
         return EncodedPrompt(prompt=prompt, tokens=tokens, seed=seed)
 
     def num_tokens(self, prompt: TaskPrompt) -> int:
-        """Tokens of a prompt, chat template and tools included, however many there are."""
+        """Number of tokens of a prompt, including chat template and tools, even if it is too long."""
         return len(self._tokens(prompt, prompt_messages(prompt)))
 
     def privileged(self, prompt: TaskPrompt) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ class Feed:
             raise ValueError(f"prompt {prompt.prompt.id}: {error}") from error
 
     def _fits(self, prompt: TaskPrompt, tokens: tuple[int, ...], key: str, limit: int) -> bool:
-        """Whether a prompt is at most this long. Raises ValueError if not, unless long prompts are dropped."""
+        """Whether a prompt has at most `limit` tokens. If not, raises ValueError unless long prompts are dropped."""
         if len(tokens) > limit and self.spec.long_prompts == "error":
             raise ValueError(
                 f"prompt {prompt.prompt.id} has {len(tokens)} tokens and {key} is {limit}; raise it, or set"
@@ -149,7 +149,8 @@ class Feed:
 def prompt_messages(prompt: TaskPrompt, first: str | None = None) -> list[Message]:
     """The conversation for the model to continue; starts with the task's system prompt unless the row has its own.
 
-    Without a question it has no message of the user: the environment begins. `first` is what the environment adds.
+    If the row has no question, there is no user message: the environment begins. `first` is the text that the
+    environment adds.
     """
     question = prompt.prompt.question
     messages: list[Message] = list(

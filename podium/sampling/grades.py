@@ -77,7 +77,7 @@ class Grades:
         return HostPart(answers, self._with_grading(stats, start))
 
     def _with_grading(self, stats: RolloutStats, start: float) -> RolloutStats:
-        """The statistics with the time waited since `start`, and what judges were asked."""
+        """Add to the statistics the time waited since `start`, and the requests to judges."""
         judged = self._grader.take_judged()
         return dataclasses.replace(
             stats,
@@ -90,7 +90,7 @@ class Grades:
 
 
 def _graded(episode: Episode) -> Graded:
-    """The part of an episode that graders read: its last answer, and the reward that its environment paid."""
+    """The part of an episode that graders read: its last answer, and its environment's reward."""
     transcript = episode.transcript
     paid = None if episode.final_reward is None else episode.final_reward + sum(episode.turn_rewards)
     return Graded(

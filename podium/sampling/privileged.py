@@ -23,7 +23,10 @@ def privileged_messages(spec: PrivilegedSpec, prompt: Prompt, messages: Sequence
     """
     last = max((place for place, each in enumerate(messages) if each.get("role") == "user"), default=None)
     if last is None:
-        raise ValueError(f"{spec.role}.template: prompt {prompt.id} has no message of the user to write again")
+        raise ValueError(
+            f"{spec.role}.template: prompt {prompt.id} has no user message to replace; add one, or set"
+            " the teacher's prompt to same"
+        )
     known = {**prompt.metadata, QUESTION: messages[last]["content"], ANSWER: prompt.answer}
     missing = [name for name in template_names(spec.template) if known.get(name) is None]
     if missing:

@@ -50,7 +50,7 @@ class QuestionSet:
     system_prompt: str | None = None
 
     def __init__(self, name: str, source: TaskSource, columns: Columns) -> None:
-        """Read nothing yet."""
+        """Does not read anything yet."""
         self.name = name
         self.source = source
         self.columns = columns

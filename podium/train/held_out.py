@@ -1,4 +1,6 @@
-"""Rewards of held-out preferences: how well the policy tells chosen from rejected completions it does not train on."""
+"""Rewards of held-out preferences: how well the policy tells chosen from rejected completions of rows that it is not
+trained on.
+"""
 
 from collections.abc import Sequence
 
@@ -40,7 +42,9 @@ def held_out_preferences(feed: Feed, spec: RunSpec, trainer: Trainer, state: Tra
 
 
 def preference_stats(recipe: Recipe, groups: Sequence[Group], ratios: Sequence[float]) -> PreferenceStats:
-    """The rewards beta x log-ratio of groups of preferences; `ratios` has one number for each of their completions."""
+    """Statistics of the rewards beta x log-ratio of preferences; `ratios` has one log-ratio per completion of
+    `groups`.
+    """
     beta = recipe.loss_options.get("beta", LOSSES[recipe.loss].options["beta"])
     chosen = np.array([reward.total > 0 for group in groups for reward in group.rewards])
     rewards = beta * np.array(ratios)

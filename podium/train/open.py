@@ -58,7 +58,7 @@ class RunParts:
     saving: Saving
     profiler: Profiler
     resources: contextlib.ExitStack
-    """Closes the run's own resources: services, the last checkpoint, graders, the engine."""
+    """Closes what the run opened: services, the last checkpoint, graders, the engine."""
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def open_run(
     Arguments as for `train`.
 
     Raises:
-        ValueError: something named in the config is unusable; the message says what, and the way out.
+        ValueError: something named in the config is unusable; the message says what, and what to do.
     """
     with joined(job), contextlib.ExitStack() as stack:
         run_dir = stack.enter_context(open_run_dir(run_home(config.runs_dir, config.name), config.document(), fork))
@@ -92,11 +92,11 @@ def open_run(
         graders = load_grading_models(spec.rollout, spec.update, policy.mesh)
         rollouts = resources.enter_context(contextlib.closing(open_sampler(spec, policy, graders, around)))
         source = make_source(spec, rollouts)
-        # Before the weights are read and anything is compiled, so that bad data is reported early.
+        # Before weights are read and programs are compiled, so that bad data is reported early.
         check_inputs(policy, beside, graders, rollouts)
         check_data(spec, rollouts, around)
         origin = Origin(spec, StoredWeights(policy, beside, around.say), make_optimizers(spec))
-        if source.draws:  # else only evaluations sample, if there are any
+        if source.draws:  # otherwise only evaluations sample, if there are any
             rollouts.compile_ahead()
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, around.say, job.watchdog.beat))
         saving = resources.enter_context(open_saving(origin, rollouts.feed, around))
@@ -127,7 +127,7 @@ def open_run(
 def open_policy(config: Config, recipe: Recipe | None, around: Surroundings) -> tuple[Model, RunSpec]:
     """Prepare the model that is trained, and resolve the run for this machine.
 
-    `recipe` is that of the config, if it was checked already.
+    `recipe` is the config's recipe if it was resolved already.
     """
     prepare_platform()
     machine = this_machine()
@@ -146,7 +146,7 @@ def open_policy(config: Config, recipe: Recipe | None, around: Surroundings) -> 
 
 
 def open_sampler(spec: RunSpec, policy: Model, graders: Sequence[GradingModel], around: Surroundings) -> Sampler:
-    """Start what answers and grades the run's prompts."""
+    """Start the sampler, which answers and grades the run's prompts."""
     return Sampler(
         spec.rollout,
         policy.decoder,
@@ -160,7 +160,7 @@ def open_sampler(spec: RunSpec, policy: Model, graders: Sequence[GradingModel], 
 
 
 def make_source(spec: RunSpec, rollouts: Sampler) -> Source:
-    """Where the groups of the run's steps come from."""
+    """Make the source of the groups that the run trains on."""
     if spec.recipe.demonstrations:
         return Demonstrations(rollouts.feed, spec.rollout, spec.recipe.data_form)
     return rollouts
@@ -169,9 +169,9 @@ def make_source(spec: RunSpec, rollouts: Sampler) -> Source:
 def check_inputs(
     policy: Model, beside: Mapping[str, Model], graders: Sequence[GradingModel], rollouts: Sampler
 ) -> None:
-    """Check that all hosts read the same models and questions, and that the data is of this model.
+    """Check that all hosts read the same models and questions, and that the data was tokenized for this model.
 
-    Raises ValueError if they do not, or it is not.
+    Raises ValueError otherwise.
     """
     others = {name: each.source for name, each in beside.items() if each.source != policy.source}
     tasks = rollouts.feed.tasks
@@ -188,9 +188,9 @@ def check_inputs(
 
 
 def check_data(spec: RunSpec, rollouts: Sampler, around: Surroundings) -> None:
-    """Check that a run's data can be asked, and graded or learned from; prints lines about it.
+    """Check that a run's data fits, and can be graded or learned from; prints lines about the data.
 
-    Raises ValueError if it cannot.
+    Raises ValueError otherwise.
     """
     feed, evaluation = rollouts.feed, spec.rollout.evaluation
     if spec.recipe.demonstrations:
@@ -208,7 +208,7 @@ def check_data(spec: RunSpec, rollouts: Sampler, around: Surroundings) -> None:
 
 @contextlib.contextmanager
 def open_saving(origin: Origin, feed: Feed, around: Surroundings) -> Iterator[Saving]:
-    """Open the run's checkpoints; leaving the block waits for the last one."""
+    """Open the run's checkpoints; on exit, wait for the last save."""
     run_dir, job, config = around.run_dir, around.job, origin.spec.checkpoint
 
     checkpointer = Checkpointer(
@@ -231,12 +231,12 @@ def open_saving(origin: Origin, feed: Feed, around: Surroundings) -> Iterator[Sa
 def load_state(
     origin: Origin, newest: int | None, checkpointer: Checkpointer, around: Surroundings, recipe: str
 ) -> tuple[TrainState, HostState, int]:
-    """The state to start from: the run's newest whole step, or else that of the forked run, or else the model.
+    """The state to start from: the run's newest complete step, or else the forked run's, or else the initial model.
 
     `recipe` is `algorithm.recipe` of the config.
 
     Returns:
-        The state, the host state (`versions`, and the input of `Position.read`), and the number of steps done.
+        The state, the host state (`versions`, and the argument of `Position.read`), and the number of steps done.
     """
     if newest is not None:
         return *checkpointer.restore(newest, origin.abstract()), newest
@@ -246,7 +246,7 @@ def load_state(
 
 
 def continue_records(saved: HostState, done: int, checkpointer: Checkpointer, around: Surroundings) -> None:
-    """Take up the run's records after `done` steps, with which `saved` was saved; says what is another than then.
+    """Continue the run's records after `done` steps, and print what differs from `saved`, the host state of that step.
 
     Raises ValueError if settings that must stay have changed.
     """
@@ -256,13 +256,13 @@ def continue_records(saved: HostState, done: int, checkpointer: Checkpointer, ar
     for name, then in saved.get("data", {}).items():
         if (now := data.get(name)) != then:
             around.say(
-                f"{name} have changed since the checkpoint was saved: {then} then, {now or 'none'} now; the run"
-                " continues with what is there now"
+                f"{name} have changed since the checkpoint was saved: {then} then, {now or 'none'} now; the run "
+                "continues with the current ones"
             )
     before = saved["versions"]
     if changed := [name for name, version in versions().items() if before.get(name, version) != version]:
         around.say(
-            f"versions differ from the checkpoint's: {', '.join(changed)}; the run will not be bit for bit the same"
+            f"versions differ from the checkpoint's: {', '.join(changed)}; the run will not be bit-for-bit reproducible"
         )
     around.job.report.update(step=done)
     for line in run_dir.compare(saved.get("records", {}), done, checkpointer.steps()):
@@ -271,9 +271,10 @@ def continue_records(saved: HostState, done: int, checkpointer: Checkpointer, ar
 
 
 def open_trainer(origin: Origin, feed: Feed, folder: Path) -> Trainer:
-    """Load the models beside the policy that do not change, and make the trainer's programs.
+    """Load the run's other models that do not change, and make the trainer's programs.
 
-    `feed` makes the prompts of models that read others than the policy. A batch that diverges is saved in `folder`.
+    `feed` makes the prompts of models that read other prompts than the policy. A batch that diverges is saved in
+    `folder`.
     """
     spec, weights = origin.spec, origin.weights
     roles: list[LoadedRole] = []
@@ -315,7 +316,7 @@ def say_what_was_chosen(spec: RunSpec, graders: Sequence[GradingModel], feed: Fe
 
 
 def weights_line(spec: RunSpec) -> str:
-    """A line about the rollout's rounded weights, and what corrects for them."""
+    """A line about the rollout's rounded weights, and how their error is corrected."""
     recipe = spec.recipe
     text = f"rollout weights: {spec.decoder.rollout_weights}, so sampler and trainer are different policies; "
     if recipe.correction == "none":
@@ -326,7 +327,9 @@ def weights_line(spec: RunSpec) -> str:
 
 
 def lora_line(lora: Lora, decoder: DecoderConfig, rate: float) -> str:
-    """A line about what LoRA trains and its learning rate, with a warning if the rate is one for full training."""
+    """A line about what LoRA trains and its learning rate, with a warning if the rate is the default for full
+    training.
+    """
     trained, whole = (count(specs) for specs in (trained_specs(decoder), frozen_specs(decoder)))
     text = f"lora: rank {lora.rank} on {', '.join(lora.targets)}: {trained:,} parameters are trained beside {whole:,}"
     text += f" in {lora.base}; rollout {'merged' if lora.merged else 'apart'}; learning rate {rate:g}"

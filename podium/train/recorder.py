@@ -57,16 +57,18 @@ def unheard(step: int, metrics: Mapping[str, float], samples: list[SampleRecord]
 
 
 class PlanCheck(Protocol):
-    """Plans a run and compares it with its plan. `podium.plan.report.deviation` is passed in: the planner imports the
-    trainer.
+    """Plans a run and compares its steps with the plan. The implementation (`podium.plan.report.deviation`) is passed
+    in, because the planner imports the trainer.
     """
 
     def begin(self, spec: RunSpec, folder: Path | None) -> str | None:
-        """Plan before the first step; return a line to print. Raises ValueError if the run is far too large."""
+        """Plan the run before its first step; returns a line to print, or None. Raises ValueError if the run is far too
+        large.
+        """
         ...
 
     def after_step(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], str | None]:
-        """Compare after each step; return metrics to add, and a line to print."""
+        """Compare a finished step with the plan; returns metrics to add, and a line to print or None."""
         ...
 
 
@@ -83,7 +85,9 @@ class Recorder:
         check: PlanCheck | None,
         on_step: OnStep = unheard,
     ) -> None:
-        """Write nothing yet. `feed` has the run's tasks; without `check`, steps are not compared with a plan."""
+        """Does not write anything yet. `feed` provides the run's tasks; without `check`, steps are not compared with a
+        plan.
+        """
         self.spec = spec
         self.around = around
         self.writer = writer
@@ -144,7 +148,7 @@ class Recorder:
         check_gap(self.spec.rollout.settings, step, metrics)
 
     def _level_stats(self, groups: Sequence[Group]) -> dict[str, LevelStats]:
-        """What was drawn from each level of a curriculum, and how it went."""
+        """How many prompts were drawn from each curriculum level, and their success."""
         drawn = sorted({group.prompt.task for group in groups if group.prompt.level is not None})
         found: dict[str, LevelStats] = {}
         for task in drawn:
@@ -158,7 +162,9 @@ class Recorder:
     def _write_completions(
         self, step: int, groups: list[Group], batched: BatchStats, rolled: RolloutStats
     ) -> list[SampleRecord]:
-        """Write samples of the step's groups (the first with tokens) and the lengths of all; returns the samples."""
+        """Write samples of the step's groups (the first one including its tokens) and the lengths of all completions;
+        returns the samples.
+        """
         samples: list[SampleRecord] = []
         every = self.spec.metrics.samples_every
         sampled = sampled_groups(step, prompts_per_step=self.spec.prompts_per_step, samples_every=every)
@@ -263,7 +269,7 @@ def completion_stats(groups: Sequence[Group]) -> CompletionStats:
 
 
 def conversation_stats(groups: Sequence[Group], held: EnvironmentStats) -> ConversationStats:
-    """Lengths and ends of a step's conversations."""
+    """Lengths and finish reasons of a step's conversations."""
     transcripts = [transcript for group in groups for transcript in group.transcripts]
     reasons = [str(transcript.finish_reason) for transcript in transcripts]
     segments = [segment for transcript in transcripts for segment in transcript.segments]
@@ -279,9 +285,9 @@ def conversation_stats(groups: Sequence[Group], held: EnvironmentStats) -> Conve
 
 
 def carry_stats(groups: Sequence[Group], drawn_lengths: Sequence[int]) -> CarryStats | None:
-    """Ages of a step's completions, and the distance of their lengths from those of completions drawn in the step.
+    """Ages of a step's completions, and how their lengths differ from those of completions sampled in the step.
 
-    Those without a reward are left out; None if none is left.
+    Completions without a reward are left out; None if none remain.
     """
     groups = [group for group in groups if not all(reward.failed for reward in group.rewards)]
     versions = [
@@ -312,13 +318,13 @@ def device_memory() -> tuple[int, int] | None:
 
 
 def host_memory() -> tuple[int, int] | None:
-    """Resident bytes of the trainer's process, now and at peak, on the fullest host; None where there is no /proc."""
+    """Resident bytes of the trainer's process, now and at peak, on the fullest host; None on systems without /proc."""
     all_used, all_peak = zip(*gather(_resident()), strict=True)
     return (max(all_used), max(all_peak)) if max(all_peak) else None
 
 
 def _resident() -> tuple[int, int]:
-    """Resident bytes of this process, now and at peak; zeros where there is no /proc."""
+    """Resident bytes of this process, now and at peak; zeros on systems without /proc."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """The trainer's two compiled programs: score a batch, and update on it. Each is defined once, for all callers.
 
-The trainer calls what these factories return, the planner lowers it for devices that do not exist, the benches time it.
-The device loops over a batch's non-empty micro-batches and sums their gradients. Weights already contain the whole
+The trainer calls what these factories return, the planner lowers it for devices that do not exist, the benchmarks time
+it. The device loops over a batch's non-empty micro-batches and sums their gradients. Weights already contain the whole
 batch's denominators, so the result does not depend on how a batch is cut into micro-batches.
 """
 
@@ -126,7 +126,7 @@ def make_train_programs(
 def make_score(settings: TrainSettings, *, entropy: bool = False) -> CompiledScore:
     """The jitted `(params, batch) -> logprobs [K, B, T]` of the batch's targets, float32, without gradient.
 
-    With `entropy` it gives the entropies of the distributions over each target, in nat.
+    With `entropy`, it returns the entropies of the distributions over each target instead, in nat.
     """
 
     def score(params: Params, batch: Batch[jax.Array]) -> jax.Array:
@@ -137,7 +137,9 @@ def make_score(settings: TrainSettings, *, entropy: bool = False) -> CompiledSco
 
 
 def make_hidden(settings: TrainSettings) -> CompiledScore:
-    """The jitted `(params, batch) -> hidden [K, B, T, D]` from which the targets are predicted, without gradient."""
+    """The jitted `(params, batch) -> hidden states [K, B, T, D]` from which the targets are predicted, without
+    gradient.
+    """
     dtype = activation_dtype(settings.computing, settings.dtype)
 
     def states(params: Params, batch: Batch[jax.Array]) -> jax.Array:
@@ -155,9 +157,10 @@ def make_values(settings: TrainSettings) -> CompiledScore:
 def _each_micro_batch(
     settings: TrainSettings, function: Callable[[Params, Batch[jax.Array]], jax.Array], *, width: int | None = None
 ) -> CompiledScore:
-    """The jitted `(params, batch) -> [K, B, T]` of a function of one micro-batch that gives [B, T] float32.
+    """Apply a function of one micro-batch, which returns [B, T] float32, to all: the jitted `(params, batch) -> [K, B,
+    T]`.
 
-    With `width` D it gives [B, T, D] in the activations' format instead.
+    With `width` D, the function returns [B, T, D] in the activations' number format instead.
     """
     dtype = jnp.float32 if width is None else activation_dtype(settings.computing, settings.dtype)
     own_axes = () if width is None else (width,)
@@ -168,7 +171,7 @@ def _each_micro_batch(
             return jax.lax.dynamic_update_index_in_dim(found, own, index, 0)
 
         nothing = jnp.zeros((*batch.tokens.shape, *own_axes), dtype)
-        if len(batch.tokens) == 1:  # the same result; in a loop over one, XLA would run the layers twice
+        if len(batch.tokens) == 1:  # same result; XLA would run the layers twice in a loop over one
             return one(jnp.int32(0), nothing)
         return jax.lax.fori_loop(0, batch.num_micro_batches, one, nothing)
 
@@ -185,7 +188,7 @@ class _Loss(Protocol):
 
 
 _Gradients: TypeAlias = tuple[tuple[Params, jax.Array, Metrics], Metrics]
-"""Accumulated over micro-batches: sums of gradients, losses and statistics; and maxima of statistics."""
+"""Sums over micro-batches of gradients, losses and statistics; and maxima of statistics."""
 
 
 def make_train_step(
@@ -209,8 +212,9 @@ def make_value_step(
 def _make_update(settings: TrainSettings, loss_of: _Loss, optimizer: optax.GradientTransformation) -> CompiledTrainStep:
     """The jitted update `(state, batch, frozen) -> (state, metrics)`; `state` is donated.
 
-    Metrics are means over the batch's trained tokens, except `loss`, norms and maxima. `broken_row` is the first row of
-    all micro-batches whose loss is not finite, counted from the last row, which is 1; 0: none.
+    Metrics are means over the batch's trained tokens, except `loss`, norms and maxima. `broken_row` is the first row,
+    over all micro-batches, with a non-finite loss; rows are counted backwards from 1 for the last row, and 0 means
+    none.
     """
     abstract = abstract_params(trained_specs(settings.decoder), jnp.float32, settings.stored)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(abstract, optimizer))
@@ -235,7 +239,7 @@ def _make_update(settings: TrainSettings, loss_of: _Loss, optimizer: optax.Gradi
             with jax.named_scope("gradients"):
                 return jax.tree.map(jnp.add, summed, more), jax.tree.map(jnp.maximum, largest, maxima)
 
-        if len(batch.tokens) == 1:  # its gradient is the sum; another tree would take as much memory as the weights
+        if len(batch.tokens) == 1:  # its gradient is the sum; a second tree would take as much memory as the weights
             (grads, loss, sums), maxima = one(jnp.int32(0))
         else:
             first = jnp.int32(0)
@@ -292,7 +296,7 @@ def _loss(
     if batch.likelihoods is not None:
         imitation = -scored.logprobs * batch.likelihoods
         loss, broken = loss + jnp.sum(imitation), broken + imitation
-        share = jnp.maximum(batch.num_tokens, 1.0) / recipe.loss_parts[LIKELIHOOD]  # no mean over the drawn tokens
+        share = jnp.maximum(batch.num_tokens, 1.0) / recipe.loss_parts[LIKELIHOOD]  # not a mean over the drawn tokens
         sums[LIKELIHOOD] = jax.lax.stop_gradient(jnp.sum(imitation)) * share
     balance = recipe.router_loss_coef
     if routers:
@@ -321,7 +325,9 @@ def _values(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) ->
 
 
 def _broken_row(losses: jax.Array) -> jax.Array:
-    """The first row of losses [B, T] that is not finite, counted from the last row, which is 1; 0: none."""
+    """The first row of losses [B, T] that is not finite, counted backwards from 1 for the last row; 0 if all are
+    finite.
+    """
     places = jnp.arange(len(losses), 0, -1, dtype=jnp.float32)
     return jnp.max(places * ~jnp.all(jnp.isfinite(losses), axis=1))
 
@@ -365,7 +371,7 @@ def abstract_scored(sizes: BatchSizes, recipe: Recipe, settings: TrainSettings, 
 
 
 def batch_sharding(x: jax.Array | np.ndarray, rules: ShardingRules) -> NamedSharding:
-    """The sharding of a batch's array."""
+    """The sharding of an array of a batch."""
     return rules.sharding(None, "batch", "tokens") if x.ndim >= 3 else rules.sharding()
 
 
@@ -408,7 +414,7 @@ def _logprobs(
 
 
 def _hidden(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) -> tuple[jax.Array, list[Balance]]:
-    """Hidden states [B, T, D] from which a micro-batch's targets are predicted, and how routers shared out tokens."""
+    """Hidden states [B, T, D] from which a micro-batch's targets are predicted, and the balance of each router."""
     rules = settings.computing
     windows = any(attention.window for _, attention in settings.decoder.attention_layers())
     visibility = Visibility(batch.segments, batch.prompts, batch.positions if windows else None)

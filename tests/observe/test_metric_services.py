@@ -174,7 +174,7 @@ def test_a_service_that_is_back_within_half_an_hour_gets_every_line(tmp_path, mo
 )
 def test_a_missing_package_is_an_error_that_names_the_extra(tmp_path, monkeypatch, metrics, key, extra):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ServiceError, match=rf"{key} asks for {extra}, .* pip install 'podium-rl\[{extra}\]'"):
+    with pytest.raises(ServiceError, match=rf"{key} needs {extra}, .* pip install 'podium-rl\[{extra}\]'"):
         service_names(make_config(tmp_path, **metrics).metrics)
 
 

@@ -87,7 +87,7 @@ POOL_VARIABLES = ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"]
 @pytest.mark.parametrize("name", POOL_VARIABLES)
 def test_a_share_that_is_none_is_refused(monkeypatch, name, share):
     monkeypatch.setenv(name, share)
-    with pytest.raises(ValueError, match=f"{name}={share}: expected a share of the memory"):
+    with pytest.raises(ValueError, match=f"{name}={share}: expected a fraction of the memory"):
         pool_share()
 
 
@@ -130,7 +130,9 @@ def test_a_plan_on_the_cpu_says_what_to_do_instead():
 def test_machines_of_gpus_are_joined_where_their_network_has_a_figure():
     assert shape("h100-16") == ("h100", 16, 2, 8, ())
     assert (find_accelerator("h100-16").slices, find_accelerator("h100-16").topology) == (2, "2x1x8")
-    with pytest.raises(ValueError, match=r"l4-16: .*no figure of the network.*plan one machine, as l4-8, or .*h100"):
+    with pytest.raises(
+        ValueError, match=r"l4-16: .*the bandwidth between machines.*plan for one machine, l4-8, or .*h100"
+    ):
         find_accelerator("l4-16")
 
 

@@ -146,7 +146,7 @@ def test_a_command_that_does_not_exist_is_an_error_of_the_start(agent):
         (("start", "a-1"), "no command was given; write it after --"),
         (("start", "../a", *SLEEP), "'../a' is not a job name"),
         (("start", "a", "--env", "PODRUN_WORKER=1", *SLEEP), "--env PODRUN_WORKER"),
-        (("start", "a", "--env", "HF_TOKEN=x", *SLEEP), "put it in a file and use --env-file"),
+        (("start", "a", "--env", "HF_TOKEN=x", *SLEEP), "put it in a file, and use --env-file"),
         (("start", "a", "--peers", "198.51.100.1,198.51.100.2", *SLEEP), "must match exactly one of --peers"),
         (("start", "a", "--peers", "198.51.100.1", "--worker", "1", *SLEEP), "must match exactly one of --peers"),
         (("dance",), "invalid choice: 'dance'"),

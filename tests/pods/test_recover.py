@@ -108,7 +108,7 @@ def test_a_start_that_fails_is_tried_again_but_not_for_ever():
 
 def test_a_restart_that_reached_nobody_counts_for_nothing():
     """Two failures, and in between an hour without ssh: the third may be restarted too."""
-    mute = UnusableError("no worker answers during the setup", answered=False)
+    mute = UnusableError("no worker responds during the setup", answered=False)
 
     class Mute(Story):
         def start(self) -> None:
@@ -130,7 +130,7 @@ def test_no_capacity_is_asked_for_again_for_as_long_as_it_takes(first):
         def rent(self) -> None:
             self.done.append("rent")
             if self.done.count("rent") <= 30:
-                raise SliceError("no zone gave v6e-16")
+                raise SliceError("no zone granted v6e-16")
 
     lost = [] if first else [seen(state="dead", detail="PREEMPTED")]
     story = NoCapacity(*lost, *[RENTING] * 31, seen(NONE, NONE), seen(DONE, DONE))

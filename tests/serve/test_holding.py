@@ -156,9 +156,9 @@ def test_a_port_in_use_is_an_error_before_anything_is_opened(monkeypatch, tmp_pa
     (taken,) = listening.take_port("127.0.0.1", 0)
     port = taken.getsockname()[1]
     address = Address("127.0.0.1", port)
-    with pytest.raises(UsageError, match=f"--port {port}: another process listens there already; give another --port"):
+    with pytest.raises(UsageError, match=f"--port {port}: another process already uses it; give another --port"):
         serve("demo", address, name=None, context=None, slots=1, max_queue=1, settings=[])
-    with pytest.raises(UsageError, match="another process listens there already"):
+    with pytest.raises(UsageError, match="another process already uses it"):
         watch.serve(tmp_path, address)
     assert "http" not in capsys.readouterr().out
     taken.close()

@@ -307,7 +307,8 @@ def test_a_save_that_fails_is_told_at_the_next_call_and_the_last_good_step_stays
     no_large_files(True)
     checkpointer.save(2, make_state(2), {}, score=None)
     with pytest.raises(
-        CheckpointError, match=r"step 2 could not be written to .* steps: \[1\]; files may not be that large"
+        CheckpointError,
+        match=r"step 2 could not be written to .* steps: \[1\]; the file is larger than this machine allows",
     ):
         checkpointer.save(3, make_state(3), {}, score=None)
     checkpointer.save(3, make_state(3), {}, score=None)

@@ -62,7 +62,7 @@ def test_a_privileged_prompt_rewrites_the_last_message_of_the_user():
         privileged_messages(spec_of("{hint}"), prompt, messages)
     with pytest.raises(ValueError, match="no column 'no'"):
         privileged_messages(spec_of("{no}"), prompt, messages)
-    with pytest.raises(ValueError, match="prompt 7 has no message of the user"):
+    with pytest.raises(ValueError, match="prompt 7 has no user message"):
         privileged_messages(spec_of("{answer}"), prompt, messages[:1])
 
 
@@ -128,7 +128,7 @@ def test_prompts_that_are_too_long_for_the_teacher_are_left_out_of_training_alon
     assert feed.privileged(first.prompt) == (*first.tokens, *added)
     short = dataclasses.replace(spec.prompts, privileged=dataclasses.replace(spec.prompts.privileged, max_tokens=5))
     feed = Feed(short, tokenizer)
-    with pytest.raises(ValueError, match=r"or in teacher.max_prompt_tokens 5 as the teacher reads it; raise it"):
+    with pytest.raises(ValueError, match=r"or in teacher.max_prompt_tokens 5 as the teacher reads it; raise the limit"):
         feed.next(1)
     assert feed.encode(first.prompt, 0) is not None, "as evaluation does"
     with pytest.raises(ValueError, match=r"has \d+ tokens and teacher.max_prompt_tokens is 5; raise it"):

@@ -265,7 +265,7 @@ def test_models_that_cannot_score_are_errors_in_the_settings(tiny_model, reward_
     short = write_reward_model(tmp_path / "short", max_position_embeddings=16)
     text = refused(tmp_path, judged(short))
     assert "reward_models.0.max_tokens: rollout.max_prompt_tokens + max_new_tokens is 19, and " in text
-    assert "has 16 positions; lower that, or set 16 here: longer ones then get no score" in text
+    assert "has 16 positions; lower that, or set at most 16 here: longer conversations then get no score" in text
     with pytest.raises(ModelError, match=r"^reward_models.0.model: Qwen/Qwen3-8B has no head of scores"):
         make_config("none")  # the settings allow it, and a plan does not
         config = make_config(tiny_model, **judged(Path("Qwen/Qwen3-8B")))
@@ -290,7 +290,7 @@ def test_names_that_mean_two_things_or_nothing_are_errors(reward_model, tmp_path
 def test_a_reward_model_that_no_task_uses_is_refused_before_a_run(tiny_model, reward_model):
     config = make_config(tiny_model, **judged(reward_model, rewards={"correct": 1.0}))
     model = make_model(config)
-    with pytest.raises(ValueError, match=r"^reward_models.0.name: 'helpful' is in no task's rewards"):
+    with pytest.raises(ValueError, match=r"^reward_models.0.name: no task's rewards contain 'helpful'"):
         run_spec(config, model.decoder, model.mesh)
 
 
@@ -312,7 +312,7 @@ def test_a_template_that_leaves_the_answer_out_is_refused(tiny_model, tmp_path):
     folder = write_reward_model(tmp_path / "deaf", "{{ messages[0].content }}")
     model, spec = loaded(tiny_model, folder)
     feed = Feed(spec.prompts, model.tokenizer)
-    with pytest.raises(ValueError, match="its chat template does not write answers; give it another chat_template"):
+    with pytest.raises(ValueError, match="its chat template leaves out answers; give the model another chat_template"):
         model.check(feed, feed.tasks.first_prompts())
 
 
@@ -338,7 +338,7 @@ def test_a_template_must_write_calls_of_tools_and_their_replies_where_a_task_has
     prompts = Feed(make_spec_without_tools(spec), model.tokenizer).tasks.first_prompts()
     feed = SimpleNamespace(tasks=SimpleNamespace(levels=[task]), conversing=[held])
     if template == TEMPLATE:
-        with pytest.raises(ValueError, match="its chat template does not write calls of tools and their replies; give"):
+        with pytest.raises(ValueError, match="its chat template leaves out calls of tools and their replies; give"):
             model.check(feed, prompts)  # pyright: ignore[reportArgumentType]
         return
     model.check(feed, prompts)  # pyright: ignore[reportArgumentType]

@@ -106,7 +106,7 @@ def test_a_step_without_digests_is_not_continued_from(tmp_path):
     flip(max((folder / "20" / "params").rglob("*"), key=lambda file: file.stat().st_size), random.Random(2))
     said = []
     assert newest_whole_step(folder, said.append, nothing) == 10
-    assert "sizes.json does not name digests.json" in said[0]
+    assert "sizes.json does not list digests.json" in said[0]
 
 
 def replace(there: Path, by: Path) -> None:

@@ -323,7 +323,9 @@ def test_a_teacher_with_another_tokenizer_is_refused_with_the_first_difference(t
     config = make_config(tiny_model, teacher={"model": str(other)})
     model = make_model(config)
     number = model.tokenizer.encode("+")[0]
-    with pytest.raises(ValueError, match=rf"another tokenizer than .*: token {number} is '\+' and 'plus'; its scores"):
+    with pytest.raises(
+        ValueError, match=rf"tokenizer of .* differs from that of .*: token {number} is '\+' and 'plus'; its scores"
+    ):
         make_role_model(run_spec(config, model.decoder, model.mesh).roles["teacher"], model)
 
 

@@ -1,4 +1,4 @@
-"""`podium report`: one self-contained HTML file that shows whether a run learned, why not, and what to change.
+"""`podium report`: one self-contained HTML file that shows whether a run learned, and if not, why and what to change.
 
 The page is page.html with style and scripts inlined, plotly from its Python package, and the runs as one JSON object.
 Texts from models and users are JSON strings, inserted only as text nodes, so they cannot act as markup. Imports no jax.
@@ -32,10 +32,10 @@ DIGITS = 6
 def write_report(folders: Sequence[Path], out: Path) -> None:
     """Write the report of one run, or of several runs side by side.
 
-    A report of the same runs is replaced, and nothing else.
+    An existing file is replaced only if it is a report of the same runs.
 
     Raises:
-        ValueError: a folder contains no run, plotly is not installed, or `out` cannot be written or is something else.
+        ValueError: a folder contains no run, plotly is not installed, or `out` cannot be written or is another file.
     """
     mark = f"podium report: {' '.join(map(_name_of_run, folders))}"
     check_page(out, "-o", mark)
@@ -43,7 +43,7 @@ def write_report(folders: Sequence[Path], out: Path) -> None:
 
 
 def _name_of_run(folder: Path) -> str:
-    """The id of a run, or the name of its folder if it has none."""
+    """The id of a run, or its folder's name if it has no id."""
     return stored_id(folder / RUN) or folder.resolve().name
 
 
@@ -61,8 +61,8 @@ def plotly_script() -> str:
 def make_page(content: dict[str, object], plotly: str, *, live: str = "", mark: str = "podium watch") -> str:
     """The page with everything inlined, and a content security policy that forbids loading anything.
 
-    `mark` says in the page what wrote it, and about which runs. With `live` (its runs' names as a path), the page
-    listens to its own server for changes.
+    `mark` records in the page which command wrote it, and about which runs. With `live` (the runs' names as a path),
+    the page receives changes from its own server.
     """
     data = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     page = _part("page.html")
@@ -189,7 +189,7 @@ def _defaults(model: type[BaseModel]) -> dict[str, object]:
 
 
 def planned(run: RunRecords) -> dict[str, object] | None:
-    """The run's plan, for display beside the measurements; None if there is none."""
+    """The run's plan, for display next to the measurements; None without a plan."""
     seconds = run.plan.get("step_seconds")
     if not isinstance(seconds, dict):
         return None

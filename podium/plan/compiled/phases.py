@@ -90,7 +90,7 @@ class _AbstractRole(NamedTuple):
     weights: AbstractParams
     """Empty if they are the policy's own frozen weights."""
     state: TrainState | None
-    """None unless it is trained."""
+    """The model's optimizer; None if the model is not trained."""
 
 
 class _AbstractTraining(NamedTuple):

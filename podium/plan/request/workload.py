@@ -519,7 +519,7 @@ class _Rollouts:
         while self._replies and self._replies[0][0] <= device.now:
             _, live = self._replies.popleft()
             live.context += replies.tokens
-            if live.key is None:  # the last step ended before the reply came
+            if live.key is None:  # the last step ended before the reply arrived
                 self._submit([live], 1)
                 continue
             self._engine.extend(live.key, (TOKEN,) * replies.tokens, self._sampling(live), seed=0, keep=True)

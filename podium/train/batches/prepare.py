@@ -57,11 +57,11 @@ MOST_SEGMENTS = 2**20  # of a group
 class Minibatch:
     """The packed samples of one optimizer step; advantages are still 0.
 
-    The batch may also hold demonstrations, which are neither among the samples nor the spans.
+    The batch may also hold demonstrations, which are not in `samples` or `spans`.
     """
 
     places: list[tuple[int, int]]
-    """For each sample, its group (counted over the kept groups) and its episode's index in the group."""
+    """For each sample, the index of its group among the kept groups, and of its episode in the group."""
     samples: list[Sample]
     batch: Batch[np.ndarray]
     spans: list[TokenSpan]
@@ -73,28 +73,28 @@ class PackedStep:
 
     rewards: np.ndarray  # [N, G], all groups
     parts: RewardParts | None  # [n, G, P], of the kept groups; None unless the recipe reads them
-    baselines: np.ndarray | None  # [n], rewards of the kept groups' greedy completions; None: nothing reads them
-    returns: np.ndarray | None  # [N, G, K], of each turn with `credit: turn`; NaN: not reached, or failed
+    baselines: np.ndarray | None  # [n], rewards of the kept groups' greedy completions; None if not needed
+    returns: np.ndarray | None  # [N, G, K], of each turn with `credit: turn`; NaN if failed or not reached
     equal: np.ndarray  # [N] bool, groups of equal rewards (`Group.equal_rewards`), or all turns of equal returns
     kept: np.ndarray  # [n], indices of the kept groups within the step
     lengths: np.ndarray  # [n, G], drawn tokens of each episode; 0 if the recipe masks it
     minibatches: list[Minibatch]
-    """The minibatches with at least one token to train on, or to imitate."""
+    """The minibatches that have at least one token to train on or imitate."""
 
 
 def pack_step(
     groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes, demonstrations: Sequence[Group] = ()
 ) -> PackedStep:
-    """Make samples from a step's groups and pack them, together with the demonstrations that are mixed in.
+    """Make samples from a step's groups and pack them, together with the demonstrations to mix in.
 
     Groups that the recipe drops are removed here, so they do not affect the mean or standard deviation of advantages.
     """
     rewards = np.stack([group.totals for group in groups])  # [N, G]
     if np.isnan(rewards).all() and any(reward.parts for group in groups for reward in group.rewards):
         raise ValueError(
-            "no answer of the step could be graded: each reward function returned None for all of them, or they were"
-            " too long for a reward model; let one grade them, or give tasks.rewards a part that grades every answer,"
-            " such as correct"
+            "no answer of the step could be graded: each reward function returned None for all of them, or they were "
+            "too long for a reward model; let a reward function grade them, or add to tasks.rewards a part that "
+            "grades every answer, such as correct"
         )
     returns = None
     equal = equal_reward_groups(np.stack([group.judged(recipe.zero_variance_metric) for group in groups]))  # [N]
@@ -136,7 +136,7 @@ def pack_step(
 
 
 def _demonstrated(groups: Mapping[int, Group], recipe: Recipe, sizes: BatchSizes) -> list[Sample]:
-    """The demonstrations of an optimizer step, by number of their group, with the weights of recipe sft's mean."""
+    """Make the samples of an optimizer step's demonstrations, given by group index, weighted as in recipe sft."""
     if not groups:
         return []
     sft = RECIPES["sft"]
@@ -148,12 +148,12 @@ def _demonstrated(groups: Mapping[int, Group], recipe: Recipe, sizes: BatchSizes
 
 
 def _baselines(groups: Sequence[Group]) -> np.ndarray:
-    """The reward of each group's greedy completion, [N]; NaN where it failed."""
+    """The reward of each group's greedy completion, [N]; NaN if it failed."""
     return np.array([np.nan if group.greedy is None else group.greedy.reward.total for group in groups], np.float32)
 
 
 def reward_parts(groups: Sequence[Group]) -> RewardParts:
-    """Collect the parts of each reward and their weights, of every part that is in some total."""
+    """Collect the parts of each reward and their weights, for every part that counts in at least one total."""
     rewards = [group.rewards for group in groups]
     names = sorted({name for group in rewards for reward in group for name in reward.weights})
     shape = (len(rewards), len(rewards[0]) if rewards else 0, len(names))
@@ -169,8 +169,8 @@ def reward_parts(groups: Sequence[Group]) -> RewardParts:
 def group_samples(group: Group, index: int, recipe: Recipe) -> list[Sample]:
     """Make samples from a group's episodes, one for each segment; masked ones have no tokens.
 
-    Completions without a reward are masked and, with `mask_truncated`, completions that a limit ended.
-    Segments that begin differently share no prompt, and so have other numbers of their group for packing.
+    Completions without a reward are masked, and with `mask_truncated` also completions that a limit ended. Segments
+    that begin differently share no prompt, so they get different group numbers for packing.
     """
     segments = [(g, each) for g, transcript in enumerate(group.transcripts) for each in transcript.segments]
     prompts = [segment.prompt.tobytes() for _, segment in segments]
@@ -201,7 +201,7 @@ def _minibatch(
     """Weight and pack the samples of some groups. Masked samples count in the mean, but are not packed.
 
     `lengths` [n, G] are the drawn tokens of episodes. `failed` episodes, which failed through no fault of the model, do
-    not count either. `demonstrated` samples are packed with them.
+    not count in the mean. `demonstrated` samples are packed with the others.
     """
     places = [(n, sample.episode) for n in part for sample in samples[n]]
     flat = [sample for n in part for sample in samples[n]]
@@ -240,7 +240,7 @@ def prepare_step(
         rules: how a batch's arrays are sharded.
         scorers: score each batch before its advantages are computed.
         policy: all weights of the policy before the first update.
-        demonstrations: those that are mixed into the step.
+        demonstrations: the demonstrations to mix into the step.
     """
     start = time.perf_counter()
     packed = pack_step(groups, recipe, sizes, demonstrations)
@@ -286,7 +286,7 @@ def _scored(
     policy: Params,
     rules: ShardingRules,
 ) -> list[Batch[jax.Array]]:
-    """The step's batches with all scores; `groups` are the step's, dropped ones included."""
+    """Add all scores to the step's batches; `groups` are all groups of the step, including dropped ones."""
     here = [scorer for scorer in scorers if scorer.own_prompts is None]
     found = jax.block_until_ready([with_scores(batch, here, policy) for batch in placed])
     for scorer in scorers:
@@ -309,8 +309,8 @@ def reference_point(
 ) -> float:
     """KTO's estimate of the policy's KL to the reference (arXiv:2402.01306), in nats, at least 0.
 
-    It is the mean log-ratio of policy to reference of completions that follow another row's prompt: each prompt of the
-    optimizer step with the completion of the row before it, and the first with the last row's.
+    The estimate is the mean log-ratio of policy to reference over mismatched pairs: each prompt of the optimizer step
+    is paired with the completion of the previous row, and the first prompt with that of the last row.
     """
     mismatched = [
         dataclasses.replace(completion, prompt=sample.prompt, group=index, choices=None, prompt_choices=None)
@@ -326,9 +326,9 @@ def log_ratios(
     scorers: Sequence[Scorer],
     policy: Params,
 ) -> np.ndarray:
-    """The log-ratio of policy to reference of each sample's drawn tokens together, in nats, [n] float64.
+    """The log-ratio of policy to reference, summed over each sample's drawn tokens, in nats, [n] float64.
 
-    `scorers` are those of a recipe with a reference, whose program scores the policy too.
+    `scorers` must include the reference; its program scores the policy too.
     """
     reference = next(scorer for scorer in scorers if scorer.name == REFERENCE_LOGPROBS)
     own = dataclasses.replace(reference, name=OLD_LOGPROBS, params=None)
@@ -343,7 +343,7 @@ def log_ratios(
 
 
 def _with_point(batch: Batch[jax.Array], point: float, rules: ShardingRules) -> Batch[jax.Array]:
-    """The batch with `reference_point` at every token, for its loss."""
+    """Add the `reference_point` to the batch at every token, for KTO's loss."""
     everywhere = np.full(batch.tokens.shape, point, np.float32)
     placed = to_devices(everywhere, batch_sharding(everywhere, rules))
     return dataclasses.replace(batch, scores={**batch.scores, REFERENCE_POINT: placed})
@@ -400,7 +400,9 @@ def step_advantages(
 
 
 def _turn_advantages(packed: PackedStep, returns: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """The advantage of each token, [n, G, T]: that of its turn. `returns` [n, G, K] are of the kept groups."""
+    """The advantage of each token, which is that of its turn, [n, G, T]. `returns` [n, G, K] are those of the kept
+    groups.
+    """
     placed = [pair for each in packed.minibatches for pair in zip(each.places, each.samples, strict=True)]
     lengths = np.zeros(returns.shape, np.int64)
     for place, sample in placed:
@@ -415,11 +417,13 @@ def _turn_advantages(packed: PackedStep, returns: np.ndarray, recipe: Recipe) ->
 
 
 def _checked(advantages: np.ndarray, packed: PackedStep) -> np.ndarray:
-    """The advantages. Raises ValueError if one of a trained episode is NaN because another of its group failed."""
+    """The advantages. Raises ValueError if the advantage of a trained episode is NaN because another episode of its
+    group failed.
+    """
     if np.isnan(packed.rewards).any() and not np.isfinite(advantages[packed.lengths > 0]).all():
         raise ValueError(
-            "the recipe's advantage is NaN where a conversation failed, whose reward is NaN and its length 0: leave"
-            " such rewards out of means (numpy.nanmean), or set environments.max_failed to 0"
+            "the recipe's advantage is NaN because a conversation failed, whose reward is NaN and length 0: ignore "
+            "such rewards in means (numpy.nanmean), or set environments.max_failed to 0"
         )
     return np.nan_to_num(advantages)
 
@@ -493,14 +497,14 @@ def _finish(
 def _placed(
     values: Sequence[np.ndarray], batch: Batch[jax.Array], minibatch: Minibatch, rules: ShardingRules
 ) -> jax.Array:
-    """Each sample's values [n] at its tokens, [K, B, T] float32 on the devices; 0 elsewhere."""
+    """Place each sample's values [n] at its tokens in an array [K, B, T] float32 on the devices; 0 elsewhere."""
     host = np.zeros(batch.tokens.shape, np.float32)
     put(host, minibatch.spans, values)
     return to_devices(host, batch_sharding(host, rules))
 
 
 def _uncertain(batch: Batch[jax.Array], minibatch: Minibatch, share: float) -> list[np.ndarray]:
-    """For each sample, which of its tokens [n] are drawn and among the optimizer step's most uncertain."""
+    """For each sample, a mask [n] of drawn tokens that are among the optimizer step's most uncertain."""
     if not minibatch.samples:
         return []
     entropies = take(on_host(batch.scores[ENTROPY]), minibatch.spans)
@@ -511,7 +515,7 @@ def _uncertain(batch: Batch[jax.Array], minibatch: Minibatch, share: float) -> l
 
 
 def _covariant(samples: Sequence[Sample], recipe: Recipe) -> list[np.ndarray]:
-    """For each sample with its advantages, which of its tokens [n] the recipe's loss chooses by their covariance."""
+    """For each sample, a mask [n] of the tokens that the recipe's loss selects by the covariance with advantages."""
     if not samples:
         return []
     drawn = np.concatenate([sample.mask for sample in samples])
@@ -525,7 +529,7 @@ def _covariant(samples: Sequence[Sample], recipe: Recipe) -> list[np.ndarray]:
 
 
 def _of_sample(advantages: np.ndarray, sample: Sample) -> np.ndarray:
-    """The part of an episode's advantages, one per token, that is a sample's."""
+    """The part of an episode's per-token advantages that belongs to a sample."""
     return advantages[sample.start : sample.start + len(sample.tokens)]
 
 

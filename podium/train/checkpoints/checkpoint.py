@@ -5,7 +5,7 @@
                                      the coefficients that the run adapts
     RUN/checkpoints/20/host/         the loop's state, including completions in flight, as JSON
     RUN/checkpoints/20/sizes.json    bytes of every file, beside their digests (podium.train.checkpoints.step_files),
-    written last RUN/identity.json                the run's id, which the digests of each of its steps repeat
+    written last RUN/identity.json                the run's id, which is also in the digests of each step
 
 orbax writes a step to a temporary folder and renames it when complete; a kill leaves only the temporary folder, which
 the next `Checkpointer` of the run removes. Arrays are stored exactly, by name (`layers.q`, `opt_state.1.mu.layers.q`),
@@ -54,10 +54,11 @@ SAVE_LIMIT_S = 24 * 3600
 
 @functools.cache
 def _quiet_orbax() -> None:
-    """Silence orbax's logging, but not its exceptions; runs once per process, when orbax is first used.
+    """Silence orbax's logging, but not its exceptions; called once per process, before orbax is first used.
 
-    orbax logs each phase of a save, and also the tracebacks of errors that it raises. If a write fails, it closes its
-    event loop while other writes are running, and each of these reports an unraisable "Event loop is closed".
+    Otherwise orbax logs each phase of a save, and also the tracebacks of errors that it raises. If a write fails, it
+    closes its event loop while other writes are running, and each of these reports an unraisable "Event loop is
+    closed".
     """
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     report = sys.unraisablehook
@@ -139,7 +140,7 @@ class Checkpointer:
             self._beside["data"] = data
         self._step: int | None = None  # last step passed to orbax, complete or not
         self._failed = False  # whether saving it failed
-        self._bytes = 0  # of its arrays
+        self._bytes = 0  # bytes of the step's arrays
         self._postponing = Postponing(self._folder)
         _prepare_orbax(folder)
         options = ocp.CheckpointManagerOptions(
@@ -208,7 +209,7 @@ class Checkpointer:
             items = ocp.args.Composite(
                 params=ocp.args.StandardSave(params),
                 optimizer=ocp.args.StandardSave(rest),
-                host=ocp.args.JsonSave(json.loads(json.dumps(host_state))),  # a copy: the loop keeps changing its own
+                host=ocp.args.JsonSave(json.loads(json.dumps(host_state))),  # a copy, as the loop keeps changing it
             )
             metrics = None if score is None else {SCORE: score}
             with self._write_errors(), self._beating():
@@ -254,7 +255,9 @@ class Checkpointer:
                 self._manager.close()
 
     def _seal(self) -> None:
-        """Called by orbax on the first host after the last byte of a step is written and before the step is renamed."""
+        """Write the step's digests. orbax calls this on the first host when all bytes are written, before it renames
+        the step.
+        """
         assert self._step is not None, "orbax finishes only a step that was passed to it"
         if self._records is not None:
             self._records.push()  # resuming from the step needs them; training does not wait for it
@@ -278,7 +281,7 @@ class Checkpointer:
 
     @contextmanager
     def _write_errors(self) -> Iterator[None]:
-        """Translate errors; orbax raises errors of its background threads at the next call, whichever it is."""
+        """Translate orbax's errors. orbax raises errors of its background threads at whichever call comes next."""
         try:
             yield
         except Exception as error:
@@ -303,8 +306,8 @@ class Checkpointer:
 def _end_waiting_threads() -> None:
     """End the threads of a failed save, which would wait for the step's folder until SAVE_LIMIT_S has passed.
 
-    A process does not exit before its threads. They fail at once, since what they wait for does not exist. With several
-    hosts this process ends without waiting for its threads.
+    A process does not exit before its threads. The threads then fail at once, because the folder does not exist. With
+    several hosts, the process ends without waiting for its threads.
     """
     if jax.distributed.is_initialized():
         return
@@ -376,11 +379,11 @@ def restore_state(
         folder: `checkpoints` of a run directory.
         step: None for the newest.
         abstract_state: shapes, dtypes and shardings, on any mesh.
-        base: fingerprint of the frozen weights that the state will be used with; None if there are none.
+        base: fingerprint of the frozen weights that the state will be used with; None without frozen weights.
         digests: compare every byte with its digest, not only file sizes.
 
     Raises:
-        CheckpointError: there is no such step, its files are damaged, or it belongs to another model or optimizer.
+        CheckpointError: the step does not exist, its files are damaged, or it belongs to another model or optimizer.
     """
     step = _checked_step(folder, step, digests=digests)
     targets = {"params": _named_arrays(abstract_state.params), "optimizer": _named_rest(abstract_state)}
@@ -404,8 +407,8 @@ def _check_base(path: Path, saved: str | None, base: str | None) -> None:
     """Raises CheckpointError if the adapters were trained on frozen weights other than `base`."""
     if saved != base:
         raise CheckpointError(
-            f"{path} has adapters of the base {saved}, and the config's model, as it is kept, is {base}: other weights,"
-            " or another lora.base; set model and lora.base to what the run was trained with"
+            f"{path} has adapters of the base {saved}, and the config's model, as stored, is {base}: its weights or "
+            "lora.base differ; set model and lora.base to what the run was trained with"
         )
 
 
@@ -414,7 +417,7 @@ def _rest(state: TrainState) -> TrainState:
 
 
 def _named_rest(state: TrainState) -> Params:
-    """All arrays but the parameters, by name; those of another model begin with the name of its role."""
+    """All arrays except the parameters, by name; names of another model's arrays begin with its role's name."""
     return {name.removeprefix("models."): array for name, array in _named_arrays(_rest(state)).items()}
 
 

@@ -53,7 +53,9 @@ def _write(folder: Path, done: "Future[None]") -> None:
 
 
 def try_to_write(folder: Path) -> None:
-    """Create the folder, and write and delete a file in it; the name is unique, as other hosts do the same."""
+    """Create the folder, and write and delete a file in it; the file's name is unique, because other hosts do
+    the same.
+    """
     if in_bucket(folder):
         probe = folder / f".written-{uuid.uuid4().hex}"
         probe.write_text("")

@@ -196,7 +196,7 @@ def test_another_site_s_name_for_this_machine_is_refused(server):
 
 def test_elsewhere_than_on_loopback_a_token_is_needed(runs, monkeypatch):
     with pytest.raises(
-        ValueError, match=r"--host 0\.0\.0\.0 accepts connections from other machines: give a --token-file"
+        ValueError, match=r"--host 0\.0\.0\.0 accepts connections from other machines: add --token-file"
     ):
         watch.serve(runs, Address("0.0.0.0", 1))
     with pytest.raises(ValueError, match="is not a folder; give the runs_dir"):
