@@ -64,12 +64,12 @@ class Accelerator:
 
     @property
     def devices_per_slice(self) -> int:
-        """Devices that the interconnect joins."""
+        """Devices in each slice, joined by the interconnect."""
         return self.devices // self.slices
 
     @property
     def slice_name(self) -> str:
-        """The cloud's type of one of its slices, such as v6e-16 of 2xv6e-16."""
+        """The cloud's type of a single slice, such as v6e-16 for 2xv6e-16."""
         return self.name.removeprefix(f"{self.slices}x")
 
     @property
@@ -218,9 +218,9 @@ def host_memory() -> int:
 
 
 def recognise(device_kind: str, devices: int, slices: int = 1) -> Accelerator | None:
-    """The accelerator with this many devices of jax's `device_kind`; None if it is not in the table.
+    """Find the accelerator with `devices` devices of jax's kind `device_kind`; None if it is not in the table.
 
-    `slices` is the number of TPU slices that the devices make up.
+    `slices` is the number of TPU slices that the devices form.
     """
     kind = next((name for start, name in DEVICE_KINDS.items() if device_kind.startswith(start)), "")
     if kind in GPUS:
@@ -388,7 +388,9 @@ def _gpus(kind: str, count: int) -> Accelerator:
 
 
 def _joined(one: Accelerator, slices: int) -> Accelerator:
-    """Several TPU slices of a type as one machine. Raises AcceleratorError for a GPU, whose number says it already."""
+    """Several TPU slices of a type as one machine. Raises AcceleratorError for GPUs, whose type already has their
+    number.
+    """
     if one.platform != "tpu" or one.slices > 1 or not slices:
         raise AcceleratorError(
             f"{slices}x{one.name}: write a number of slices before a type of TPU, as 2xv6e-16; the number of GPUs says"

@@ -1,9 +1,9 @@
-"""Makes the packages that read and write buckets wait for a bucket that does not answer (`podium.patience`).
+"""Makes the packages that read and write buckets wait if a bucket does not respond (`podium.patience`).
 
-Everything of a run that is in a bucket goes through gcsfs or s3fs (records, what orbax writes beside arrays) or through
-tensorstore (arrays). Requests of the first two pass one method of their class; a subclass that waits in it is
-registered in its place. tensorstore is told how often to try again. A save in the background thus waits in its own
-thread, and nothing that calls it needs to know.
+Everything of a run that is in a bucket goes through gcsfs or s3fs (records, what orbax writes in addition to arrays) or
+through tensorstore (arrays). In gcsfs and s3fs, all requests pass through one method of a class; a subclass whose
+method waits is registered instead. For tensorstore, the number of retries is set. So a save in the background waits in
+its own thread, and its callers need not know.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ _REQUESTS: Mapping[str, tuple[str, str, str]] = {
     "gs": ("gcsfs", "GCSFileSystem", "_call"),
     "s3": ("s3fs", "S3FileSystem", "_call_s3"),
 }
-"""The package of each kind of bucket, its class, and the method that all requests pass."""
+"""For each kind of bucket, the package, its class, and the method that all requests pass through."""
 ATTEMPTS = 70
-"""Most attempts of one request, while others are answered."""
+"""Maximum attempts of one request, while others are answered."""
 LONGEST_S = 32.0
 RETRIES: Mapping[str, object] = {
     "max_retries": 5 + round(PATIENCE_S / LONGEST_S),  # after 1, 2, 4, 8, 16, and then each 32 seconds
     "initial_delay": "1s",
     "max_delay": f"{LONGEST_S:g}s",
 }
-"""How often tensorstore tries a request again."""
+"""Settings for how often tensorstore retries a request."""
 
 
 @functools.cache

@@ -1,10 +1,10 @@
 """The `podium` command. Each command reads its settings and calls the function that does the work.
 
-Nothing heavy is imported before the settings are checked: `--help`, `podium config` and every error in a config come
-without jax. Exit status: 0 done; 1 failed, or the answer is no (`plan`: it does not fit, `certify`: a check is red); 2
-what was asked cannot be carried out as it is written: settings, options, a model, run or machine that is not there; 3
-the compiler of `plan` failed; 75 a worker of a job is missing, 78 workers disagree; 130 stopped by Ctrl-C, 143 by
-SIGTERM. A training run that is stopped saves a checkpoint first and can be continued.
+Nothing slow is imported before the settings are checked: `--help`, `podium config` and errors in a config do not need
+jax. Exit status: 0 done; 1 failed, or the answer is no (`plan`: it does not fit, `certify`: a check is red); 2 invalid
+settings or options, or a model, run or machine that does not exist; 3 the compiler of `plan` failed; 75 a worker of a
+job is missing, 78 workers disagree; 130 stopped by Ctrl-C, 143 by SIGTERM. A training run that is stopped saves a
+checkpoint first and can be continued.
 """
 
 import contextlib

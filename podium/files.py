@@ -261,7 +261,7 @@ def error_number(error: BaseException) -> int | None:
 
 
 def room(folder: Path) -> tuple[int, int | None]:
-    """The bytes and the files (inodes) that are free in a folder's file system; None if it has no limit of files."""
+    """Free bytes and free files (inodes) in a folder's file system; None for files if their number is not limited."""
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize, disk.f_favail if disk.f_files else None
 

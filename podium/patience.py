@@ -1,8 +1,9 @@
-"""How long Podium waits for what is outside: Google, package indexes, the hub, buckets, services of metrics.
+"""How long Podium waits for external services: Google, package indexes, the hub, buckets, and metric services.
 
-There is one rule for all. What may pass is tried again after growing waits, for half an hour, and one line names what
-is waited for. What cannot pass by itself (an expired login, no permission, no such bucket, this machine's own disk)
-ends at once, with the command that puts it right. `fault_of` tells them apart. Standard library only.
+The same rule applies to all. After failures that may be temporary, it retries with growing waits for half an hour, and
+prints one line that names the service. Failures that need the user (an expired login, no permission, a missing bucket,
+a full disk on this machine) are raised at once, with the command that fixes them. `fault_of` distinguishes the two.
+Standard library only.
 """
 
 import contextlib
@@ -13,13 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, Protocol, TypeVar
 
 PATIENCE_S = 1800.0
-"""Seconds for which something outside may fail."""
+"""Seconds for which an external service may fail."""
 WAITS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
-"""Seconds before the first, second and further attempts. The last is below `LEASE_S` of podium/observe/bucket.py."""
+"""Seconds before the first, second, and further attempts. The last is below `LEASE_S` of podium/observe/bucket.py."""
 
 Fault = Literal["outage", "login", "denied", "bucket", "disk", "certificate", "other"]
-"""outage: it may pass; login: credentials are missing or have expired; denied: no permission; bucket: there is no such
-bucket; disk: this machine's disk is full; certificate: this machine does not trust the other's; other: an answer."""
+"""Kinds of failure. outage: may be temporary; login: credentials are missing or have expired; denied: no permission;
+bucket: the bucket does not exist; disk: this machine's disk is full; certificate: this machine does not trust the
+other's; other: any other answer."""
 
 _FAULTS: tuple[tuple[Fault, str], ...] = (
     ("disk", r"\[errno (28|122)\]|no space left on device|disk quota exceeded"),
@@ -53,7 +55,7 @@ RENEW: Mapping[str, str] = {
     "hub": "hf auth login, or set HF_TOKEN",
     "wandb": "set WANDB_API_KEY, or wandb login",
 }
-"""The command that renews an expired login, by what it is for."""
+"""The command that renews an expired login, by service."""
 
 Result = TypeVar("Result")
 
@@ -75,18 +77,18 @@ class Clock(Protocol):
 
 
 def fault_of(error: BaseException) -> Fault:
-    """What kind of failure an error of something outside is, by its text and those of its causes."""
+    """Classify an error of an external service, by its text and those of its causes."""
     return fault_in("\n".join(_described(each) for each in _chain(error)))
 
 
 def fault_in(text: str) -> Fault:
-    """What kind of failure a text tells, such as the last lines of an installation."""
+    """Classify the failure that a text describes, such as the last lines of an installation."""
     found: list[Fault] = [fault for fault, pattern in _FAULTS if re.search(pattern, text.lower())]
     return found[0] if found else "other"
 
 
 def way_out(fault: Fault, service: str) -> str:
-    """What to do about a failure that does not pass by itself; `service` is a key of `RENEW`."""
+    """What to do about a failure that is not temporary; `service` is a key of `RENEW`."""
     return {
         "login": f"renew the login: {RENEW[service]}",
         "denied": f"check the name, and that your account may read and write there ({RENEW[service]})",
@@ -103,7 +105,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _described(error: BaseException) -> str:
-    """An error's type, status of HTTP and text."""
+    """An error's type, HTTP status and text."""
     response = getattr(error, "response", None)
     code = getattr(error, "code", None) or getattr(error, "status", None) or getattr(response, "status_code", None)
     if isinstance(response, Mapping):  # of botocore
@@ -116,7 +118,7 @@ _listeners: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def telling(beat: Callable[[], None]) -> Iterator[None]:
-    """Inside the block, call `beat` before each wait, in whichever thread that is: who waits is not stuck."""
+    """Inside the block, call `beat` before each wait, in any thread, so that waiting does not count as being stuck."""
     _listeners.append(beat)
     try:
         yield
@@ -130,7 +132,7 @@ def to_stderr(line: str) -> None:
 
 
 class Patience:
-    """Waits for one thing outside while it fails."""
+    """Waits for one external service while it fails."""
 
     def __init__(
         self,
@@ -140,7 +142,7 @@ class Patience:
         say: Callable[[str], None] = to_stderr,
         limit_s: float = PATIENCE_S,
     ) -> None:
-        """`what` is waited for, as `the bucket gs://b`; `say` prints the line that names it."""
+        """`what` names the service, such as `the bucket gs://b`; `say` prints the line that names it."""
         self._what = what
         self._clock = clock
         self._say = say
@@ -148,15 +150,16 @@ class Patience:
         self.reset()
 
     def reset(self) -> None:
-        """Start over: it has answered."""
+        """Restart the time limit, because the service has answered."""
         self._since: float | None = None
         self._attempts = 0
         self._said = ""
 
     def next_s(self, error: Exception, why: str | None = None, *, limited: bool = True) -> float:
-        """Report a failure, the first of an outage alone; returns the seconds to wait before the next attempt.
+        """Handle a failure, and report it if it is the first of an outage; returns the seconds to wait before the next
+        attempt.
 
-        `why` is the reason; None: the error's text. Raises the error if it has lasted for too long, unless it is not
+        `why` is the reason; None: the error's text. Raises the error if the outage has lasted for too long and is
         `limited`.
         """
         now = self._clock.monotonic()
@@ -174,7 +177,7 @@ class Patience:
         return WAITS_S[min(self._attempts, len(WAITS_S)) - 1]
 
     def wait(self, error: Exception, why: str | None = None, *, limited: bool = True) -> None:
-        """Report a failure and wait, as `next_s` says."""
+        """Handle a failure like `next_s`, and wait."""
         self._clock.sleep(self.next_s(error, why, limited=limited))
 
 
@@ -186,7 +189,9 @@ def patiently(
     clock: Clock = time,
     say: Callable[[str], None] = to_stderr,
 ) -> Result:
-    """The result of an action that may be repeated, once it succeeds; errors that may pass are waited out."""
+    """Repeat an action until it succeeds, waiting after temporary errors; returns its result. The action must be safe
+    to repeat.
+    """
     patience = Patience(what, clock=clock, say=say)
     while True:
         try:

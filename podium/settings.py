@@ -121,9 +121,9 @@ def evaluation_overrides(
     Args:
         target: the model, or the run whose config is `files`.
         files: the run's config; empty for a model.
-        task: which of the run's tasks to ask, or another; None: all of the run's.
-        given: settings of the user's for each task; None: unset.
-        options: settings of the user's for the evaluation; None: unset.
+        task: the task to ask, which may be one of the run's; None: all tasks of the run.
+        given: the user's settings for each task; None: unset.
+        options: the user's settings for the evaluation; None: unset.
     """
     config = load(files, [], os.environ).config if files else None
     own = [Override("model", target, f"argument {target}"), *_fitting_lengths(target)] if config is None else []

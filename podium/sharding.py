@@ -240,7 +240,8 @@ def exchanges(names: tuple[str, ...], mesh: Mesh) -> list[list[list[int]] | None
 def exchange_sizes(devices: int) -> list[int]:
     """The group size of each exchange, neighbours first.
 
-    Each size is the largest divisor, up to MOST_AT_ONCE, of the number of groups that remain, or that number itself.
+    Each size is the largest divisor, from 2 to MOST_AT_ONCE, of the number of groups that remain; without one, that
+    number itself.
     """
     sizes: list[int] = []
     while devices > MOST_AT_ONCE:
@@ -354,10 +355,10 @@ def to_devices(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 
 def slice_of(device: Device) -> int:
-    """The slice of a device; 0 if there is only one.
+    """The index of a device's slice; 0 if there is only one slice.
 
-    jax knows the slices of TPUs and GPUs. Those of CPUs are equal shares of the processes, as many as the variable of
-    TPUs' launchers says, so that several slices can be rehearsed.
+    jax knows the slices of TPUs and GPUs. CPUs are divided into equal shares of the processes, as many as the
+    environment variable of TPU launchers says, so that several slices can be rehearsed.
     """
     if device.platform == "cpu" and (slices := int(os.environ.get("MEGASCALE_NUM_SLICES", 1))) > 1:
         return device.process_index * slices // jax.process_count()

@@ -550,10 +550,9 @@ def sft() -> Recipe:
 def dpo() -> Recipe:
     """DPO (arXiv:2305.18290): makes the chosen completion of a pair likelier than the rejected one.
 
-    Differs: there is no dropout. `loss: ipo` is IPO (arXiv:2310.12036) with log-ratios averaged over tokens, as TRL has
-    it; `loss: dpo_hinge` is SLiC's hinge on DPO's margin (arXiv:2309.06657); `label_smoothing` is that of conservative
-    DPO; `loss: kto` is KTO (arXiv:2402.01306) on labelled completions, with a KL that is estimated once per optimizer
-    step.
+    Differs: no dropout. `loss: ipo` is IPO (arXiv:2310.12036) with log-ratios averaged over tokens, as TRL has it;
+    `loss: dpo_hinge` is SLiC's hinge on DPO's margin (arXiv:2309.06657); `label_smoothing` is that of conservative DPO;
+    `loss: kto` is KTO (arXiv:2402.01306) on labelled completions, with a KL that is estimated once per optimizer step.
     `podium dpo CONFIG` selects it, with `group_size: 2`, or 1 for kto.
     """
     return Recipe(
@@ -642,7 +641,7 @@ def why_not_mixed(name: str, main: str) -> str:
     except ValueError as error:
         return str(error)
     if recipe.preferences:
-        return f"{name} learns from pairs, which fill rows of their own, and cannot be mixed; run podium dpo by itself"
+        return f"{name} learns from pairs, which need separate rows, and cannot be mixed; run podium dpo separately"
     if recipe.advantage.func is no_advantages:
         return f"{name} learns from a teacher, and so can {main}, of the same completions: set teacher, with its weight"
     if recipe.demonstrations:

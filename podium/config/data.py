@@ -32,7 +32,7 @@ class RetireConfig(Section):
 
 
 class ProgressConfig(Section):
-    """Tasks are drawn by how fast they are learned (arXiv:1707.00183, whose code is TSCL)."""
+    """Draws tasks more often the faster they are learned (arXiv:1707.00183, whose code is TSCL)."""
 
     window: Annotated[int, Field(ge=4)] = 32  # TSCL: window_size
     """Recent groups per task from which progress is computed: the distance between the mean reward of the newer half

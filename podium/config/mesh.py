@@ -18,7 +18,7 @@ SHORT_FORM = ("dp", "fsdp", "tp")
 """The axes of an unnamed mesh such as `1,-1,1`."""
 
 MeshSizes = Mapping[str, int]
-"""The size of each of AXES, in their order."""
+"""Axis sizes by name, in the order of AXES."""
 
 
 def mesh_sizes(text: str, *, hosts: int = 1, slices: int = 1) -> dict[str, int]:

@@ -1,10 +1,10 @@
-"""Templates of a message, in which names in braces stand for what a row of a task's data holds."""
+"""Templates of a message, in which names in braces are replaced by values of a row of the task's data."""
 
 import re
 import string
 
 QUESTION, ANSWER = "question", "answer"
-"""Names that are no columns: the text of the message that is replaced, and the row's answer."""
+"""Names that do not refer to columns: the text of the message that is replaced, and the row's answer."""
 COLUMN = re.compile(r"[^\W\d][\w -]*")
 
 
@@ -19,7 +19,10 @@ def template_names(template: str) -> tuple[str, ...]:
         raise ValueError(f"{template!r} cannot be read ({error}); write a brace as {{{{ or }}}}") from None
     for name, format_spec, conversion in fields:
         if not name or not COLUMN.fullmatch(name) or format_spec or conversion:
-            rule = f"{template!r}: braces hold the name of a column alone, and {name!r} is none or is followed by more"
+            rule = (
+                f"{template!r}: braces may contain only the name of a column, and {name!r} is not one, or is followed "
+                "by more"
+            )
             raise ValueError(
                 f"{rule}; write {{question}}, {{answer}} or a column's name, and a literal brace as {{{{ or }}}}"
             )

@@ -610,7 +610,7 @@ class Config(Section):
 
 
 WITHOUT_MODELS: Mapping[str, JsonValue] = {"teacher": None, "critic": None, "reference": None, "reward_models": []}
-"""The sections of the models beside the policy, unset."""
+"""Unset sections for all models other than the policy."""
 
 
 def _runs_dir(config: Config) -> Iterator[Contradiction]:

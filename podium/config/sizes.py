@@ -39,10 +39,10 @@ def too_long(rollout: RolloutConfig, positions: int, model: str) -> Contradictio
 
 
 def conversation_tokens(rollout: RolloutConfig, given: int | None, positions: int) -> int:
-    """T: tokens of the rows in which a model scores conversations: those of the longest one.
+    """Tokens T of the rows in which a model scores conversations: the length of the longest conversation.
 
-    `given` is its `max_tokens`. Unset: a quarter more than the policy's longest sequence, since its tokenizer and chat
-    template are others; rounded up to a multiple of 8, and no more than its `positions`.
+    `given` is the setting `max_tokens`. If unset, T is a quarter more than the policy's longest sequence, because
+    tokenizer and chat template differ; rounded up to a multiple of 8, and at most `positions`.
     """
     return given or min(positions, -(-5 * rollout.longest // 32) * 8)
 
@@ -50,9 +50,10 @@ def conversation_tokens(rollout: RolloutConfig, given: int | None, positions: in
 def too_long_to_score(
     rollout: RolloutConfig, given: int | None, positions: int, *, key: str, model: str
 ) -> Contradiction | None:
-    """The conflict of conversations' lengths with the positions of a model that scores them; None if they fit.
+    """The conflict of conversations' lengths with the number of positions of a model that scores them; None if they
+    fit.
 
-    `given` is its `max_tokens`, and `key` the name of that setting.
+    `given` is the value of the model's `max_tokens`, and `key` the name of that setting.
     """
     if given is not None and given > positions:
         return Contradiction(

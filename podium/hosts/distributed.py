@@ -218,7 +218,7 @@ class AgreedStop:
     """
 
     def __init__(self, signals: StopSignal) -> None:
-        """Nothing is requested yet; `signals` are those of this process."""
+        """Start without a requested stop; `signals` are the stop signals of this process."""
         self._signals = signals
         self._agreed: int | None = None
         self._posted: int | None = None

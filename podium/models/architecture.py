@@ -35,7 +35,7 @@ class ModelError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Low-rank adapters beside frozen matrices (arXiv:2106.09685): y = xW + scale (xA)B, where A and B are trained."""
+    """Low-rank adapters of frozen matrices (arXiv:2106.09685): y = xW + scale (xA)B, where A and B are trained."""
 
     rank: int
     alpha: float

@@ -4,13 +4,13 @@ An object can only be replaced as a whole, but a run's records grow line by line
 and copied to the bucket, regularly and always before a checkpoint is complete: a process that resumes the run from the
 bucket finds records at least up to that checkpoint. Checkpoints are written to the bucket by orbax directly.
 
-    ~/.cache/podium/runs/BUCKET/FOLDER/NAME     the records, as every run has them
+    ~/.cache/podium/runs/BUCKET/FOLDER/NAME the run's records
     gs://BUCKET/FOLDER/NAME/                    the same files, and checkpoints/
     gs://BUCKET/FOLDER/NAME/run.lease           which process trains the run, and when it last renewed
 
-A bucket that cannot be reached is waited for (`podium.buckets`). It has no locks. The training process renews its
-lease; a process that finds another's lease waits, and takes it over after `LEASE_S` seconds without renewal. Needs the
-extra `gcs` or `s3`.
+If the bucket cannot be reached, requests wait (`podium.buckets`). Buckets have no locks. The training process renews
+its lease; a process that finds another's lease waits, and takes it over after `LEASE_S` seconds without renewal. Needs
+the extra `gcs` or `s3`.
 """
 
 import contextlib

@@ -221,9 +221,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("policy/likelihood_loss", "nat", "Mean of -log-probability over the tokens of demonstrations, before the weight of their part; only with a part of `algorithm.loss_parts` that imitates.", lambda s: s.updated.token_means.get("likelihood")),
         Metric("policy/loss_part/<part>", "", "Mean over the tokens of a loss of your own in `algorithm.loss_parts`, before its weight; `<part>` is the name of its function.", _loss_parts),
         Metric("policy/clip_fraction", "fraction", "Tokens whose ratio was clipped below or above; with `loss: gspo`, sequences.", lambda s: clip_fractions(s.updated.token_means), parts=LOW_HIGH),
-        Metric("rewards/chosen", "reward", "beta x log-ratio of policy to reference of the chosen or desirable completions, mean over them; with `recipe: dpo`.", _chosen),
+        Metric("rewards/chosen", "reward", "Mean of beta x log-ratio of policy to reference, over the chosen or desirable completions; with `recipe: dpo`.", _chosen),
         Metric("rewards/rejected", "reward", (
-            "beta x log-ratio of policy to reference of the rejected or undesirable completions, mean over them."
+            "Mean of beta x log-ratio of policy to reference, over the rejected or undesirable completions."
         ), _rejected),
         Metric("rewards/margins", "reward", "`rewards/chosen` - `rewards/rejected`.", _margin),
         Metric("rewards/accuracies", "fraction", "Pairs whose chosen completion has the larger reward; not with `loss: kto`.", _of_pairs("pairs_right")),
@@ -297,7 +297,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ), lambda s: s.conversations and s.conversations.environments.moved),
         Metric("env/reply_s", "s", "An environment's reply to a turn, tools included.", _reply_s, parts=("mean", "p95")),
         Metric("env/begin_s", "s", "An environment's beginning.", lambda s: np.array(s.conversations.environments.begin_s) if s.conversations and s.conversations.environments.begin_s else None, parts=MEAN_MAX),
-        Metric("env/idle_s", "s", "Waiting for environments while the engine had nothing to do, or until replies were there that were due (`rollout.reproducible` with `rollout.in_flight` above 1).", lambda s: s.conversations and s.conversations.environments.idle_s),
+        Metric("env/idle_s", "s", "Waiting for environments while the engine had nothing to do, or until due replies arrived (`rollout.reproducible` with `rollout.in_flight` above 1).", lambda s: s.conversations and s.conversations.environments.idle_s),
         Metric("env/reply_tokens", "tokens", "Tokens that environments and tools gave the model, over all hosts.", lambda s: s.conversations and s.conversations.environments.extend_tokens),
         Metric("env/drawn_share", "fraction", "Share of the tokens after prompts that the model drew.", lambda s: s.conversations and s.conversations.drawn_share),
         Metric("tools/<part>/calls", "calls", "Calls of a tool; `unknown`: calls of unknown tools.", _by_tool(len)),

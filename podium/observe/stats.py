@@ -111,7 +111,9 @@ class CarryStats:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardPenalty:
-    """What `kl: k1_reward` takes from a step's rewards: `kl_coef` times each completion's KL to the reference."""
+    """The penalty that `kl: k1_reward` subtracts from a step's rewards: `kl_coef` times each completion's KL to the
+    reference.
+    """
 
     kl: np.ndarray  # [N, G], log-ratios of the sampler to the reference, summed over each completion's tokens
     penalties: np.ndarray  # [N, G]
@@ -126,7 +128,7 @@ class RewardPenalty:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenCounts:
-    """What the positions in the rows of an update hold."""
+    """What the row positions of an update contain."""
 
     trained: int
     prompt: int
@@ -140,18 +142,20 @@ class BatchSeconds:
     """Seconds for turning a step's groups into batches."""
 
     batch_s: float = 0.0
-    """For packing samples into rows and sending them to the devices."""
+    """Seconds for packing samples into rows and sending them to the devices."""
     score_s: float = 0.0
     advantages_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueStats:
-    """Values before a step's first update, beside what is learned; means over drawn tokens."""
+    """Estimated values before a step's first update, and the returns that they are trained on; means over sampled
+    tokens.
+    """
 
     value: float
     returned: float
-    """What the values learn."""
+    """Mean of the returns."""
     explained_variance: float | None
     """1 - variance of (return - value) / variance of the return; None if all returns are equal."""
 
@@ -182,11 +186,11 @@ class BatchStats:
     kept: np.ndarray  # [n], indices in the step of the groups in the update
     advantages: np.ndarray  # [n G], advantages of their completions
     penalty: RewardPenalty | None
-    """None unless `kl` is `k1_reward`."""
+    """The KL penalty; None unless `kl` is `k1_reward`."""
     taught_kl: float | None = None
-    """Mean over the trained tokens of the policy's log-probability minus that of the model that teaches it, if any."""
+    """Mean over the trained tokens of the policy's log-probability minus the teacher's; None without a teacher."""
     values: ValueStats | None = None
-    """None unless values are learned."""
+    """Statistics of estimated values; None unless values are learned."""
     seconds: BatchSeconds = BatchSeconds()
 
 
@@ -248,14 +252,14 @@ class UpdateStats:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSeconds:
-    """Seconds of a whole step."""
+    """Times of a whole step in seconds."""
 
     step_s: float
     cpu_s: float
-    """CPU time of the trainer, all threads."""
+    """CPU time of the trainer, over all threads."""
     sync_s: float
     checkpoint_s: float | None
-    """For which the loop waited for the previous step's checkpoint; None: that step saved none."""
+    """How long the loop waited for the previous step's checkpoint; None if that step was not saved."""
     mean_step_s: float | None = None
     """Mean seconds of the last ten steps; None before the tenth step."""
 
@@ -305,7 +309,7 @@ class TaskScores:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceStats:
-    """The mean rewards of held-out preferences; None where there are none.
+    """The mean rewards of held-out preferences; None without such completions.
 
     A reward is beta times the log-ratio of the policy to the reference.
     """

@@ -1,8 +1,8 @@
 """Writes a run's metrics: always to metrics.jsonl, and to the services in the config.
 
-metrics.jsonl is authoritative: the run stops if it cannot be written. A service that cannot be reached is tried again
-between steps, for half an hour, and then gets what it has missed. If it fails otherwise, the run reports it once and
-continues without it.
+metrics.jsonl is authoritative: the run stops if it cannot be written. If a service cannot be reached, the run retries
+between steps for half an hour, and then sends what the service has missed. After other errors, the run reports the
+service's failure once and continues without it.
 """
 
 import dataclasses
@@ -19,21 +19,22 @@ from podium.observe.services import Service, ServiceError, make_service, service
 from podium.patience import Clock, Patience, fault_of
 
 TIMES_TAKEN = 9.0
-"""Connecting may take a tenth of the time at most: the next attempt is made after so many times the last one's time."""
+"""The next attempt to connect is made after this many times the duration of the last one, so that connecting takes at
+most a tenth of the time."""
 
 
 @dataclasses.dataclass
 class _Link:
-    """A service, or the wait for one that could not be reached."""
+    """A service, which may be waiting to be reached again."""
 
     name: str
     first_step: int
     patience: Patience
     service: Service | None = None
     due: float = 0.0
-    """When it is tried again, while it cannot be reached; in seconds of the clock."""
+    """Time of the next attempt while the service cannot be reached, in seconds of the clock."""
     missed: list[Callable[[Service], None]] = dataclasses.field(default_factory=list)
-    """What it is to get once it is reached."""
+    """Actions to perform once the service is reached."""
 
 
 class MetricWriter:
@@ -95,9 +96,10 @@ class MetricWriter:
         self._links.clear()
 
     def _send(self, link: _Link, *actions: Callable[[Service], None], last: bool = False) -> None:
-        """Do what the service has missed, and then these actions, if it can be reached; it is dropped for other errors.
+        """Perform the actions that the service has missed and then `actions`, if it can be reached; after other errors
+        the service is dropped.
 
-        With `last`, it is dropped too if it cannot be reached.
+        With `last`, the service is also dropped if it cannot be reached.
         """
         link.missed += actions
         began = self._clock.monotonic()

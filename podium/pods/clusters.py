@@ -25,10 +25,11 @@ Fields = dict[str, object]
 GRACE_S = 600
 """Seconds that a deleted pod may use to save."""
 ARRIVAL_S = 3600
-"""Seconds for which a pod waits for the next one, whose node may have to be rented first."""
+"""Seconds that a pod waits for the next one to arrive; that one's node may have to be rented first."""
 LASTING = (1, 2, GUARD, 126, 127)
-"""Exit statuses that another attempt would have too: an error of the run, wrong settings, workers that differ, and an
-image without Podium. Others heal: 75 (a worker came too late), 124 (stuck), 134 (another worker was lost), 137, 143."""
+"""Exit statuses that a retry would have again: an error of the run, wrong settings, workers that differ, and an image
+without Podium. After others a retry may succeed: 75 (a worker came too late), 124 (stuck), 134 (another worker was
+lost), 137, 143."""
 GKE_TPU, GKE_GPU, NVIDIA = "cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-accelerator", "nvidia.com/gpu"
 NODES: Mapping[str, tuple[str, str]] = {
     "v4": (GKE_TPU, "tpu-v4-podslice"),
@@ -59,7 +60,7 @@ export PODRUN_JOB_DIR="$PODRUN_JOBS/{name}-$PODRUN_NONCE/$PODRUN_WORKER"
 mkdir -p "$PODRUN_JOB_DIR"
 exec python -m podium.cli train /etc/podium/config.yaml --plain
 """
-"""What a container runs; `hosts` is the number of pods of a slice."""
+"""The script that a container runs; `hosts` is the number of pods of a slice."""
 
 
 def slurm_script(config: Config, *, nodes: int, gpus: int, time: str, python: str) -> str:
@@ -87,18 +88,19 @@ def slurm_script(config: Config, *, nodes: int, gpus: int, time: str, python: st
 
 
 def k8s_manifest(config: Config, type_name: str, *, nodes: int, image: str, claim: str | None, spot: bool) -> str:
-    """A ConfigMap and a JobSet, as YAML: one process per host of TPU slices, or per machine of `nodes` times the GPUs.
+    """A ConfigMap and a JobSet, as YAML: one process per host of TPU slices, or per machine of `nodes` times the GPU
+    type.
 
     Args:
-        config: settings whose `runs_dir` is a bucket, or a path at which the volume of `claim` is mounted.
+        config: settings; `runs_dir` must be a bucket, or a path at which the volume of `claim` is mounted.
         type_name: accelerator type, such as v6e-16, 2xv6e-16 or h100-8.
-        nodes: how many times to take the GPUs; TPU slices have their own number of machines.
+        nodes: multiple of the GPU type; for TPU slices, the type determines the number of machines.
         image: container image with Podium and its dependencies.
         claim: name of a PersistentVolumeClaim that all pods can write to.
         spot: whether the node pool has spot machines.
 
     Raises:
-        BadRequestError: GKE has no such machines, or the run's files would be lost with the pods.
+        BadRequestError: GKE does not offer these machines, or the run's files would be lost with the pods.
     """
     try:
         accelerator = find_accelerator(type_name)
@@ -123,7 +125,7 @@ def k8s_manifest(config: Config, type_name: str, *, nodes: int, image: str, clai
 
 
 def _check_machines(accelerator: Accelerator, nodes: int) -> None:
-    """Raise BadRequestError for machines that GKE does not have, or does not join."""
+    """Raise BadRequestError for machines that GKE does not offer, or does not connect."""
     if accelerator.platform != "tpu":
         return
     if nodes != 1:
@@ -133,19 +135,19 @@ def _check_machines(accelerator: Accelerator, nodes: int) -> None:
         )
     if accelerator.slices == accelerator.hosts > 1:
         raise BadRequestError(
-            f"--type {accelerator.name}: GKE joins only slices of several machines, and {accelerator.slice_name} has"
-            " one; take larger slices"
+            f"--type {accelerator.name}: GKE joins only slices of several machines, and {accelerator.slice_name} "
+            "has one; use larger slices"
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Pods:
-    """The pods of a JobSet, and what they ask for; a Job for each TPU slice, or one for all GPUs."""
+    """The pods of a JobSet, and the resources that they request: one Job per TPU slice, or one for all GPUs."""
 
     accelerator: Accelerator
     name: str
     times: int
-    """How many times the GPUs are taken."""
+    """Multiple of the GPU type."""
     spot: bool
 
     @property
@@ -158,7 +160,7 @@ class _Pods:
 
     @property
     def of_job(self) -> int:
-        """Pods of each job."""
+        """Number of pods per job."""
         return self.accelerator.hosts * self.times // self.jobs
 
     @property
@@ -166,7 +168,9 @@ class _Pods:
         return "google.com/tpu" if self.on_tpu else NVIDIA
 
     def job_set(self, image: str, folder: str, claim: str | None) -> Fields:
-        """The JobSet: it ends with what another attempt would meet too, and otherwise restarts all pods together."""
+        """The JobSet. It fails for exit statuses that a retry would have again, and otherwise restarts all pods
+        together.
+        """
         exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
         lasting = {"containerName": "podium", "operator": "In", "values": list(LASTING)}
         volumes: list[Fields] = [{"name": "config", "configMap": {"name": f"{self.name}-config"}}]
@@ -200,7 +204,7 @@ class _Pods:
         }
 
     def nodes(self) -> dict[str, str]:
-        """The labels of the nodes."""
+        """The node labels to select by."""
         label, value = NODES[self.accelerator.generation]
         found = {label: value}
         if self.on_tpu:
@@ -208,7 +212,7 @@ class _Pods:
         return found | ({"cloud.google.com/gke-spot": "true"} if self.spot and label in (GKE_TPU, GKE_GPU) else {})
 
     def container(self, image: str, folder: str, *, mounts_runs: bool) -> Fields:
-        """What runs in each pod; `folder` is where the runs are, a bucket or a volume that it mounts."""
+        """The container of each pod; `folder` contains the runs: a bucket, or the path of a mounted volume."""
         first = f"{self.name}-workers-0-0.{self.name}"
         variables: dict[str, object] = {
             "PODRUN_WORKERS": self.jobs * self.of_job,
@@ -242,7 +246,7 @@ class _Pods:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as such."""
+    """Writes multi-line text as YAML block text."""
 
 
 _Dumper.add_representer(

@@ -112,7 +112,7 @@ class GcloudError(ValueError):
     def __init__(self, kind: Kind, text: str):
         self.kind, self.text = kind, text
         self.waited = False
-        """Whether it was waited out in vain."""
+        """Whether waiting for this error to pass was in vain."""
         super().__init__("; ".join(filter(None, (f"gcloud: {text}", _WAYS_OUT.get(kind)))))
 
     @property
@@ -131,7 +131,7 @@ class GcloudError(ValueError):
         return self.kind in ("missing", "project", "disk", "certificate", "login", "disabled", "denied")
 
     def wait_out(self, patience: Patience, *, for_ever: bool = False) -> None:
-        """Wait before the command is repeated; `for_ever`, if Google cannot be reached.
+        """Wait before the command is repeated; `for_ever`: without a limit if Google cannot be reached.
 
         Raises this error if waiting cannot help, or has not helped for half an hour.
         """

@@ -54,7 +54,7 @@ class SetupError(RemoteError):
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether a start may succeed later: no machine answers, or the setup lacks something that is out of reach."""
+    """Whether a start may succeed later: if no machine responded, or the setup could not reach a server."""
     if isinstance(error, SetupError):
         return fault_in(str(error)) not in ("disk", "login", "denied")
     return isinstance(error, UnusableError) and not error.answered

@@ -62,9 +62,9 @@ def open_project(
 
     Args:
         common: the project's name, and whether this is a dry run.
-        placeholders: what a dry run finds in place of the project's slices.
+        placeholders: what a dry run finds instead of the project's slices.
         secrets: values that must not occur in commands or output.
-        follows: whether a Google that cannot be reached is waited for for as long as it takes.
+        follows: whether to wait without a limit while Google cannot be reached.
 
     Raises:
         GcloudError: gcloud is not installed, or has no project.

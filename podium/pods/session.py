@@ -146,8 +146,7 @@ class Session:
     def give_back(self, status: int, *, told: bool) -> bool:
         """Delete the slice at the end of the run; returns whether there was a slice.
 
-        Unless it was `told` already, the run's exit status is first recorded for other commands that keep the run
-        alive.
+        Unless already `told`, the run's exit status is first recorded for other commands that keep the run alive.
         """
         if not told:
             self._endings.add(status, self._project.world.random_word("WORD"))

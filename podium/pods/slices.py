@@ -23,7 +23,7 @@ from podium.pods.world import random_word
 
 POLL_S = 15.0
 LIST_S = 2.0
-"""Seconds between two looks at whether lists show a request."""
+"""Seconds between two checks whether lists show a request."""
 SETTLE_S = 60.0
 """Seconds by which lists may lag behind requests and deletions."""
 LATE_S = 10.0
@@ -99,8 +99,8 @@ class SliceLists:
     ) -> None:
         """Set the project and the owner; `say` prints progress, `parallel` zones are listed at once.
 
-        With `follows`, for commands that follow a run or a request, a Google that cannot be reached is waited for for
-        as long as it takes.
+        With `follows`, for commands that follow a run or a request, waits without a limit while Google cannot be
+        reached.
         """
         self.gcloud = gcloud
         self.owner = owner
@@ -112,7 +112,9 @@ class SliceLists:
         self._zones: list[str] | None = None
 
     def ask(self, argv: Sequence[str], timeout_s: float = READ_S) -> ApiAnswer:
-        """The answer to a command that is safe to repeat; waits while Google does not answer. Raises GcloudError."""
+        """Run a command until it answers, waiting while Google does not respond; the command must be safe to repeat.
+        Raises GcloudError.
+        """
         patience = self.patience("Google")
         while True:
             try:
@@ -123,7 +125,7 @@ class SliceLists:
                 error.wait_out(patience, for_ever=self._follows)
 
     def patience(self, what: str) -> Patience:
-        """Patience with something outside, by this machine's clock."""
+        """A `Patience` with an external service, by this machine's clock."""
         return Patience(what, clock=self.clock, say=self.say)
 
     def survey(
@@ -427,7 +429,7 @@ class Slices(SliceLists):
             asked = self.clock.monotonic()
             listed = self.named(holder.name, holder.zone)
             now = self.clock.monotonic()
-            seen += now - asked  # in which Google did not answer
+            seen += now - asked  # time in which Google did not respond
             creating = creating and creating + now - asked
             if listed is None or listed.state == "deleting":
                 if now - seen > SETTLE_S:

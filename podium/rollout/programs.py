@@ -200,7 +200,7 @@ class EnginePrograms(NamedTuple):
     """`sync` for the frozen weights; called once."""
     extend: ExtendProgram
     scored_extend: ScoredExtendProgram
-    """Used instead of `extend` for prompts that are scored (`Request.score_prompt`)."""
+    """The prefill program for prompts that are scored (`Request.score_prompt`)."""
     copy: CopyProgram
     copy_cells: CopyProgram
     """Used if layers store data of a fixed size (`podium.rollout.cache_layout`)."""

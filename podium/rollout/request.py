@@ -41,9 +41,7 @@ class SamplingParams:
         return dataclasses.replace(self.at(0.0), greedy_completion=None)
 
     def at(self, temperature: float) -> "SamplingParams":
-        """The same settings at another temperature; at 0, top_k, top_p and min_p are unset, because they have no
-        effect.
-        """
+        """A copy with another temperature; at 0, top_k, top_p and min_p are unset, because they have no effect."""
         cuts = (self.top_k, self.top_p, self.min_p) if temperature else (0, 1.0, 0.0)
         top_k, top_p, min_p = cuts
         return dataclasses.replace(self, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)

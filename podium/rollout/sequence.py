@@ -1,7 +1,7 @@
 """A completion with all its turns: its tokens, its state, its slot and its pages. No jax.
 
 States: waiting for a slot; running in one; parked (on request, or kept after its turn ended); finished (its turn has
-ended and the result waits for `poll`); gone. A preempted sequence waits again.
+ended and the result waits for `poll`); removed. A preempted sequence waits again.
 """
 
 import collections

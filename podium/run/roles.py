@@ -72,14 +72,14 @@ def _teacher(config: Config) -> Iterator[Role]:
 
 
 def teaching(config: Config) -> Teaching | None:
-    """The terms that a teacher adds to the recipe; None without one."""
+    """The terms that the teacher adds to the recipe; None without a teacher."""
     if (teacher := config.teacher) is None:
         return None
     return Teaching(weight=teacher.weight, loss=teacher.loss, reverse=teacher.reverse)
 
 
 def own_prompts(config: Config) -> PrivilegedSpec | None:
-    """The prompts of the teacher; None if it reads the policy's, or there is none."""
+    """The prompts of the teacher; None if it reads the policy's prompts, or without a teacher."""
     if (teacher := config.teacher) is None or teacher.template is None:
         return None
     longest = teacher.max_prompt_tokens or config.rollout.prompt_tokens
@@ -87,9 +87,10 @@ def own_prompts(config: Config) -> PrivilegedSpec | None:
 
 
 def _longer_prompts(config: Config) -> int | None:
-    """By how many tokens the teacher's prompts can be longer than the policy's; None if it reads the policy's.
+    """By how many tokens the teacher's prompts can be longer than the policy's; None if it reads the policy's prompts.
 
-    A conversation may begin with a prompt of any length and fill a row, so there it is the whole longest prompt.
+    With conversations it is the whole longest prompt, because a conversation may begin with a prompt of any length and
+    fill a row.
     """
     if (own := own_prompts(config)) is None:
         return None

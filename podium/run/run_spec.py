@@ -154,7 +154,7 @@ class Role:
     """A model of a run other than the policy, and what it does in a step."""
 
     name: str
-    """Its name in `podium.run.roles`; names of its arrays in checkpoints begin with it."""
+    """Name of the role in `podium.run.roles`; the names of its arrays in checkpoints begin with this."""
     model: str
     """Name of the model, as in the config."""
     decoder: DecoderConfig
@@ -201,14 +201,14 @@ class PrivilegedSpec:
     """The prompts of a model that reads more than the policy."""
 
     role: str
-    """The name of its role, whose section of the config has these settings."""
+    """Name of the role whose section of the config has these settings."""
     template: str
     """Template of the user's last message."""
     max_tokens: int
 
     @property
     def key(self) -> str:
-        """The setting of `max_tokens`."""
+        """The key of the setting that `max_tokens` comes from."""
         return f"{self.role}.max_prompt_tokens"
 
 
@@ -222,7 +222,7 @@ class PromptSpec:
     max_tokens: int
     long_prompts: Literal["drop", "error"]
     privileged: PrivilegedSpec | None = None
-    """None: every model reads the policy's prompts."""
+    """The prompts of a model that reads others than the policy; None if every model reads the policy's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,7 +240,7 @@ class AnswerSettings:
 
     sampling: SamplingParams
     completions: int
-    """Completions per prompt, the greedy one of a recipe that compares with it included."""
+    """Completions per prompt, including the greedy one if the recipe compares with it."""
     max_refills: int = 0
     """Maximum number of times that prompts with equal rewards are replaced by the next prompts of the run."""
     zero_variance_metric: str | None = None
@@ -265,7 +265,7 @@ class RolloutSpec:
     environments: EnvironmentsConfig
     evaluation: EvalConfig
     training: AnswerSettings
-    """How the prompts of the run's steps are answered."""
+    """How the prompts of training steps are answered."""
     demonstrations: DemonstrationSpec | None = None
     """The demonstrations that are mixed in; None in evaluations, and in runs without demonstrations."""
 

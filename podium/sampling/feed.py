@@ -107,7 +107,7 @@ class Feed:
         return len(self._tokens(prompt, prompt_messages(prompt)))
 
     def privileged(self, prompt: TaskPrompt) -> tuple[int, ...]:
-        """The tokens of a prompt as a model with its own prompts reads it.
+        """The tokens of a model's own prompt for a prompt.
 
         Raises ValueError if it cannot be made from the prompt's row.
         """
@@ -121,7 +121,7 @@ class Feed:
         return () if self.spec.privileged is None else template_names(self.spec.privileged.template)
 
     def check(self) -> None:
-        """Raise ValueError if a model's own prompt, if one has any, cannot be made from the first row of a task."""
+        """Raise ValueError if a model has its own prompts and they cannot be made from the first row of a task."""
         for prompt in self.tasks.first_prompts() if self.spec.privileged is not None else ():
             self.privileged(prompt)
 

@@ -1,4 +1,4 @@
-"""The messages of a model that reads more than the policy: the user's last one is made from a template."""
+"""The messages of a model that reads more than the policy: the user's last message is made from a template."""
 
 import json
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from podium.tasks.task import Prompt
 
 
 def privileged_messages(spec: PrivilegedSpec, prompt: Prompt, messages: Sequence[Message]) -> list[Message]:
-    """The messages with another text in the last one of the user.
+    """Replace the text of the user's last message by one made from the template.
 
     Args:
-        spec: has the template of that text; its names are QUESTION, the text that it replaces, ANSWER, and columns of
-            the row. A value that is no text is written as JSON.
-        prompt: with the row.
-        messages: what the policy reads.
+        spec: has the template, which may contain the names QUESTION (the replaced text), ANSWER, and columns of the
+            row. Values that are not text are written as JSON.
+        prompt: has the row and the reference answer.
+        messages: the messages that the policy reads.
 
     Raises:
-        ValueError: there is no message of the user, or the row has no column of some name.
+        ValueError: the messages have no user message, or the row lacks a column that the template names.
     """
     last = max((place for place, each in enumerate(messages) if each.get("role") == "user"), default=None)
     if last is None:

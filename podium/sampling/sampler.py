@@ -312,7 +312,7 @@ class Sampler:
         self.engine.unload()
 
     def _scored(self, groups: list[Group], stats: RolloutStats) -> tuple[list[Group], RolloutStats]:
-        """The groups with the scores of all models that grade; the engine's weights and cache stay where they are."""
+        """Add the scores of all grading models to the groups; the engine keeps its weights and cache."""
         if not self._scorers:
             return groups, stats
         start, too_long = time.perf_counter(), 0

@@ -38,8 +38,8 @@ class Columns:
     answer: str | None
     """None: rows need no answer, because functions alone compute the reward."""
     reference: Callable[[str], str | None] | None = None
-    """Extracts the reference from the answer column, or returns None if there is none. Unset: the form in which the
-    set is published says what to extract (`podium.tasks.known_sets`)."""
+    """Extracts the reference from the answer column, or returns None if there is no reference. Unset: determined by the
+    form in which the set is published (`podium.tasks.known_sets`)."""
     rule: str = "is empty"
     """End of the error message for an answer column without a reference."""
 
@@ -238,7 +238,7 @@ WRITTEN_OUT = 1e15
 
 
 def _local_files(task: str, split: str, source: TaskSource) -> list[Path]:
-    """The files of a split: the named file, the folder's file, or the evaluation file beside the training file."""
+    """The files of a split: the named file, the folder's file, or the evaluation file next to the training file."""
     own_path = source.eval_path if split == "eval" else None
     path = Path(own_path or source.path or "").expanduser()
     name = source.split_name(split)

@@ -17,11 +17,11 @@ from podium.train.trainer import Trainer
 
 
 def held_out_preferences(feed: Feed, spec: RunSpec, trainer: Trainer, state: TrainState) -> PreferenceStats:
-    """Score the evaluation rows of all tasks that fit, as many as `eval.questions` of each.
+    """Score evaluation rows, up to `eval.questions` of each task; rows that are too long are skipped.
 
-    Nothing is sampled; batches are no larger than those of updates, so no program is compiled again.
+    Nothing is sampled. Batches are no larger than in updates, so no program is compiled again.
 
-    Raises ValueError if no row fits, or one is no preference that fits.
+    Raises ValueError if no row fits, or if a row is not a preference.
     """
     encoded = [
         feed.encode(prompt, request_seed(spec.rollout.prompts.seed, f"eval {task}", index))

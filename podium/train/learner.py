@@ -1,6 +1,6 @@
-"""A model beside the policy that is trained: its programs, and its updates of a step.
+"""Trains a model other than the policy: its compiled programs, and its updates in a step.
 
-`TrainState.models` has its state, under the name of its role.
+The model's state is in `TrainState.models` under its role name.
 """
 
 import time

@@ -109,8 +109,8 @@ class Recorder:
     def write(self, step: int, made: StepGroups, batched: BatchStats, updated: UpdateStats, sync_s: float) -> None:
         """Record a finished step; `step` is the number of steps done. On several hosts, all must call this.
 
-        `made` are its groups, and `sync_s` is how long handing the new weights to the rollout took. Raises
-        SamplerGapError if the step's gap is above `rollout.max_logprob_gap`; the step is recorded then.
+        `made` has the step's groups, and `sync_s` is the seconds that passing the new weights to the rollout took.
+        Raises SamplerGapError, after recording the step, if its log-probability gap is above `rollout.max_logprob_gap`.
         """
         groups, rolled, held = made.groups, made.stats, made.environments
         stats = StepStats(
@@ -228,12 +228,12 @@ class _StepClock:
         self._last: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
 
     def begin(self, checkpoint_s: float | None) -> None:
-        """Start a step; `checkpoint_s` is how long saving the previous one took."""
+        """Start a step; `checkpoint_s` is the seconds that saving the previous step took."""
         self._checkpoint_s = checkpoint_s
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
     def end(self, sync_s: float) -> StepSeconds:
-        """End the step, in which handing the weights to the rollout took `sync_s`."""
+        """End the step; `sync_s` is the seconds that passing the weights to the rollout took."""
         step_s, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
         self._last.append(step_s)
         return StepSeconds(

@@ -164,7 +164,7 @@ def _make(need: str, settings: TrainSettings, score: ScoreProgram, entropy: Scor
         case "old_logprobs":
             return Scorer(name=OLD_LOGPROBS, decoder=settings.decoder, params=None, program=score)
         case _:
-            assert is_path(need), f"no model of the run has the scores {need}"
+            assert is_path(need), f"no model of the run provides the scores {need}"
             return _imported_scorer(need, settings)
 
 

@@ -43,13 +43,13 @@ Metrics = dict[str, jax.Array]
 
 
 TAUGHT_HEAD = "taught_head"
-"""The name of the head [V, D] of a `Role.compared` among the weights that an update is given as `frozen`."""
+"""Name of the head [V, D] of a `Role.compared` model in the `frozen` weights of an update."""
 
 
 class ScoreProgram(Protocol):
     """`(params, batch) -> [K, B, T]` float32: scores each target of a batch, without gradient.
 
-    That of a `Role.compared` returns hidden states instead, [K, B, T, D].
+    For a `Role.compared` model it returns hidden states instead, [K, B, T, D].
     """
 
     def __call__(self, params: Params, batch: Batch[jax.Array], /) -> jax.Array:
@@ -76,7 +76,7 @@ class CompiledTrainStep(TrainStep, Lowerable, Protocol):
 
 
 class TrainSettings(NamedTuple):
-    """What a run's compiled programs share, fixed before they are traced."""
+    """Settings that a run's compiled programs share, fixed before they are traced."""
 
     decoder: DecoderConfig
     mesh: jax.sharding.Mesh
@@ -150,7 +150,7 @@ def make_hidden(settings: TrainSettings) -> CompiledScore:
 
 
 def make_values(settings: TrainSettings) -> CompiledScore:
-    """The jitted `(params, batch) -> values [K, B, T]` before each target is drawn, without gradient."""
+    """The jitted `(params, batch) -> values [K, B, T]`: the estimate before each target; without gradient."""
     return _each_micro_batch(settings, functools.partial(_values, settings))
 
 
@@ -194,10 +194,10 @@ _Gradients: TypeAlias = tuple[tuple[Params, jax.Array, Metrics], Metrics]
 def make_train_step(
     settings: TrainSettings, recipe: Recipe, optimizer: optax.GradientTransformation
 ) -> CompiledTrainStep:
-    """The jitted update of the policy, as `_make_update` makes it from the recipe's loss.
+    """The jitted update of the policy with the recipe's loss; see `_make_update`.
 
     `frozen` are weights that never change and are not in the state: with LoRA, all but the adapters; and TAUGHT_HEAD,
-    if the whole distributions of another model are learned, unless its head is the policy's frozen one.
+    if another model's whole distributions are learned and its head is not the policy's frozen one.
     """
     return _make_update(settings, functools.partial(_loss, settings, recipe), optimizer)
 
@@ -205,7 +205,7 @@ def make_train_step(
 def make_value_step(
     settings: TrainSettings, optimizer: optax.GradientTransformation, *, clip: float | None
 ) -> CompiledTrainStep:
-    """The jitted update of a model of values, whose batches have VALUES and RETURNS among their scores."""
+    """The jitted update of a model that estimates values; its batches contain VALUES and RETURNS in their scores."""
     return _make_update(settings, functools.partial(_value_loss, settings, clip), optimizer)
 
 
@@ -310,7 +310,9 @@ def _loss(
 def _value_loss(
     settings: TrainSettings, clip: float | None, params: Params, frozen: Params, batch: Batch[jax.Array]
 ) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
-    """A micro-batch's contribution to the loss of values, a mean over the batch's trained tokens; like `_loss`."""
+    """Like `_loss`, for estimated values: a micro-batch's contribution to the loss, which is a mean over the batch's
+    trained tokens.
+    """
     values = _values(settings, params | frozen, batch)
     found = value_loss(values, batch.scores[VALUES], batch.scores[RETURNS], clip=clip)
     losses = found.values * batch.mask / jnp.maximum(batch.num_tokens, 1.0)
@@ -319,7 +321,7 @@ def _value_loss(
 
 
 def _values(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) -> jax.Array:
-    """Values at a micro-batch's targets, [B, T] float32; their model chooses its experts by itself."""
+    """Estimated values at a micro-batch's targets, [B, T] float32; the model routes tokens to experts itself."""
     hidden, _ = _hidden(settings, params, dataclasses.replace(batch, choices=None))
     return token_scores(params, hidden, settings.decoder, settings.computing)
 
@@ -376,7 +378,7 @@ def batch_sharding(x: jax.Array | np.ndarray, rules: ShardingRules) -> NamedShar
 
 
 def _micro_batch(batch: Batch[jax.Array], index: jax.Array) -> Batch[jax.Array]:
-    """Micro-batch `index`, with the same fields as [B, T, ...]."""
+    """Select micro-batch `index`; its fields are [B, T, ...]."""
     pick = lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False) if x.ndim >= 3 else x  # noqa: E731
     return jax.tree.map(pick, batch)
 
@@ -384,9 +386,9 @@ def _micro_batch(batch: Batch[jax.Array], index: jax.Array) -> Batch[jax.Array]:
 def _logprobs(
     settings: TrainSettings, params: Params, batch: Batch[jax.Array], *, reverse: float = 1.0
 ) -> tuple[TokenLogprobs, list[Balance]]:
-    """Log-probabilities and entropies of a micro-batch's targets, and how routers shared out its tokens, if any.
+    """Log-probabilities and entropies of a micro-batch's targets, and the balance of each router, if there are routers.
 
-    With the hidden states of a `Role.compared` in the scores, also the divergence to it (`token_logprobs`).
+    If the scores include the hidden states of a `Role.compared` model, also the divergence to it (`token_logprobs`).
     """
     rules, update = settings.computing, settings.update
     hidden, routers = _hidden(settings, params, batch)
@@ -394,7 +396,7 @@ def _logprobs(
     if TAUGHT_HIDDEN in batch.scores:
         own = params.get(TAUGHT_HEAD, params.get("head", params["embed"]))
         head = head_weights({"embed": own}, rules, dtype)
-        assert isinstance(head, jax.Array), "a compared head has no gradient"
+        assert isinstance(head, jax.Array), "the head of a compared model has no gradient"
         taught = Taught(batch.scores[TAUGHT_HIDDEN], head)
     scored = token_logprobs(
         hidden,

@@ -160,13 +160,15 @@ class Trainer:
         *,
         penalty: RewardPenalty | None = None,
     ) -> tuple[TrainState, UpdateStats]:
-        """Run the updates of a step on the batches of `prepare`, as often as the recipe says; the policy's last.
+        """Run the updates of a step on the batches of `prepare`, as often as the recipe says; other models are updated
+        before the policy.
 
-        Then the models that follow the policy take their share of it, if the step is one at which they do.
+        Then models that follow the policy are mixed with it, if they are due at this step.
 
-        The learning rate follows the run's schedule: each step owns a share of it, and its updates have the last rates
-        of that share, however many updates there are. The state is donated; without batches it is returned unchanged.
-        Steps are counted from 0. `penalty` is what the KL took from the step's rewards, if anything.
+        The learning rate follows the run's schedule: each step covers an equal share of it, and the step's updates use
+        the last rates of that share, however many updates there are. The state is donated; without batches it is
+        returned unchanged. Steps are counted from 0. `penalty` is the KL penalty that was subtracted from the step's
+        rewards, if any.
 
         Raises:
             DivergedError: the loss or the gradient of a model is not finite.

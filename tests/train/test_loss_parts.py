@@ -290,7 +290,7 @@ def test_a_part_that_stands_twice_and_shares_that_are_uneven_are_named() -> None
         ("rloo", "set algorithm.recipe to rloo, or a loss of your own here"),
         ("ppo", "set algorithm.recipe to ppo"),
         ("distill", "set teacher, with its weight"),
-        ("dpo", "run podium dpo by itself"),
+        ("dpo", "run podium dpo separately"),
         ("sfd", "did you mean sft?"),
     ],
 )

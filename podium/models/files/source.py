@@ -106,8 +106,8 @@ def on_disk(model: str) -> str | None:
 def read_architecture(source: ModelSource, head: Head = "logits") -> DecoderConfig:
     """Read the decoder's architecture, with this head.
 
-    A language model's head is tied if the config says so and the weights do not contradict it: files may hold a head
-    that was trained by itself beside a config that ties it. A warning says so, and the decoder has a head. Raises
+    A language model's head is tied if the config says so and the weights do not contradict it: files may contain a
+    separately trained head although the config ties it. Then a warning is logged, and the decoder has a head. Raises
     ModelError if the description is missing, incomplete or unsupported, or the model lacks the head.
     """
     if source.kind == "gguf":

@@ -54,7 +54,7 @@ def charts(wanted: Sequence[Chart], names: Sequence[str], samples: str) -> list[
     """Convert charts to the page's JSON form, each with the metrics of `names` that it shows; empty charts are left
     out.
 
-    `samples` is the number of completions behind avg@k and pass@k, for the labels. The mean accuracy over tasks is left
+    `samples` is the number k of completions for avg@k and pass@k, for the labels. The mean accuracy over tasks is left
     out if there is only one task.
     """
     if sum(_matches(name, "eval/", "*", "/accuracy") for name in names) == 1:

@@ -117,7 +117,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Built:
-    """A cached compilation; the program's text is stored in a file beside it."""
+    """A cached compilation; the program's text is stored in a separate file."""
 
     memory: Memory
     refusal: OutOfMemory | None  # the compiler's error, if it rejected the program for lack of memory
@@ -267,7 +267,7 @@ def _skipped(rollout: RolloutConfig) -> list[str]:
 
 
 def _mesh_of_program(mesh: MeshSizes, accelerator: Accelerator) -> MeshSizes:
-    """The part of a mesh that a program's text is of: each TPU slice runs a program of its own."""
+    """The part of a mesh that a program's text covers: each TPU slice runs a separate program."""
     slices = accelerator.slices if accelerator.platform == "tpu" else 1
     return {**mesh, COPIES: mesh[COPIES] // slices}
 
@@ -372,7 +372,7 @@ def key_of(decisive: Sequence[object], accelerator: Accelerator) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Exit when the parent process has gone: a running compiler cannot be interrupted."""
+    """Exit when the parent process has ended: a running compiler cannot be interrupted."""
     while os.getppid() == parent:
         time.sleep(WATCH_S)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Every compiled program of a run with abstract arguments, and the memory in use beside each one.
+"""Every compiled program of a run with abstract arguments, and the memory in use in addition to each one.
 
 The programs come from the factories that trainer and engine call. The mesh may consist of devices that do not exist.
 `podium.plan.compiled.compile_worker` compiles them.
@@ -58,7 +58,7 @@ class PhaseProgram:
     lower: Callable[[], jax.stages.Lowered]  # traces it with its arguments
     arguments: tuple[object, ...]  # pytrees of abstract arrays
     residents: Mapping[str, int]
-    """Bytes in use on a device beside the program's own arguments, by kind of array."""
+    """Bytes in use on a device in addition to the program's own arguments, by kind of array."""
 
 
 Found = dict[str, PhaseProgram]

@@ -191,7 +191,9 @@ def _conversing(alone: SequenceLengths, replies: Replies, rollout: RolloutConfig
 
 
 def longer_prompts(lengths: SequenceLengths, tokens: int) -> SequenceLengths:
-    """The lengths of a step whose prompts are all this much longer, as a role with prompts of its own reads them."""
+    """The lengths of a step with all prompts longer by `tokens`, for a role that reads other prompts than the
+    policy.
+    """
     return dataclasses.replace(lengths, prompts=lengths.prompts + tokens, demonstrations=None)
 
 

@@ -126,7 +126,7 @@ class Study:
         return self._defaults[machine]
 
     def given(self, machine: Accelerator) -> frozenset[str]:
-        """The settings that the user gave beside the configs, which searches leave as they are."""
+        """The settings that the user gave in addition to the configs; searches do not change these."""
         return given(self.subject.load(base=self.defaults(machine)))
 
     def run(self, case: Case) -> Planned:

@@ -31,7 +31,7 @@ BUSY = 75
 LEAST_DISK = 2 * 2**30
 """Minimum free bytes on a worker."""
 LEAST_FILES = 50_000
-"""Minimum free files (inodes) on a worker: code, and the packages that are installed."""
+"""Minimum free files (inodes) on a worker, for code and installed packages."""
 Command = Callable[[argparse.Namespace, Host], int]
 """Runs a command and returns its exit status."""
 OURS = tuple(f"PODRUN_{name}" for name in ("JOB", "JOB_DIR", "WORKER", "WORKERS", "COORDINATOR", "ACCELERATOR"))

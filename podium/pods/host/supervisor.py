@@ -232,7 +232,7 @@ def _record_end(folder: Path, spec: JobSpec, status: int, said: str, *, after_st
         kind, message = "exit", f"exit status {status}; the log ends with: {last_line(said)}"
     free, files = room(folder)
     if status and (free < FULL_BYTES or files == 0):
-        what = "has no file (inode) left" if files == 0 else "is full"
+        what = "has no free file (inode)" if files == 0 else "is full"
         message += f"; the disk of {folder} {what}: delete something there (podium pod ssh), then start again"
     progress = cast("Progress", read_json(folder / PROGRESS) or {})
     write_record(folder, kind, message, status, worker=spec.worker, progress=progress)

@@ -27,7 +27,7 @@ class Following(NamedTuple):
     tokens: list[int]
     """Tokens to append after the answer."""
     whole: tuple[int, ...] | None
-    """The whole prompt of the next turn, if it is rendered anew instead of appended; otherwise None."""
+    """The whole prompt of the next turn, if it is rendered again instead of appended; otherwise None."""
 
 
 class Turns:

@@ -99,7 +99,7 @@ def led_by_program(config: TaskConfig) -> bool:
 
 
 def scores_itself(config: TaskConfig) -> bool:
-    """Whether a task's environment has TRL's `get_reward`: where that returns None, no grade takes its place."""
+    """Whether a task's environment has TRL's `get_reward`; if that returns None, the answer is not graded instead."""
     if config.environment is None:
         return False
     kind = _kind(imported(config.environment, what="an environment"))

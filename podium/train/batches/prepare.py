@@ -352,7 +352,9 @@ def _with_point(batch: Batch[jax.Array], point: float, rules: ShardingRules) -> 
 def _value_targets(
     packed: PackedStep, recipe: Recipe, scored: Sequence[Batch[jax.Array]], penalty: RewardPenalty | None
 ) -> tuple[np.ndarray | None, ValueStats | None]:
-    """What values learn from the kept groups, [n, G, T], with their statistics; None if the recipe has no values."""
+    """The targets of estimated values for the kept groups, [n, G, T], with statistics; None for both if the recipe has
+    no values.
+    """
     if not recipe.learns_values or not packed.minibatches:
         return None, None
     tokens = _token_scores(packed, scored)
@@ -375,7 +377,8 @@ def _value_targets(
 def step_advantages(
     packed: PackedStep, recipe: Recipe, scored: Sequence[Batch[jax.Array]]
 ) -> tuple[np.ndarray, RewardPenalty | None]:
-    """Advantages of the kept groups, [n, G] or per token [n, G, T], and what the KL takes from rewards, if anything.
+    """Advantages of the kept groups, [n, G] or per token [n, G, T], and the KL penalty that was subtracted from
+    rewards, if any.
 
     `scored` are the step's batches with their scores.
     """
@@ -429,7 +432,7 @@ def _checked(advantages: np.ndarray, packed: PackedStep) -> np.ndarray:
 
 
 def _reward_penalty(packed: PackedStep, recipe: Recipe, scored: Sequence[Batch[jax.Array]]) -> RewardPenalty:
-    """The penalty of each episode; a recipe that has one keeps all groups."""
+    """The KL penalty of each episode; recipes with a penalty keep all groups."""
     sums = np.zeros(packed.rewards.shape)
     for minibatch, batch in zip(packed.minibatches, scored, strict=True):
         found = take(on_host(batch.scores[REFERENCE_LOGPROBS]), minibatch.spans)
@@ -471,7 +474,7 @@ def _finish(
     recipe: Recipe,
     rules: ShardingRules,
 ) -> Batch[jax.Array]:
-    """The batch on the devices with its advantages, and the scores that losses read."""
+    """Add advantages to a batch on the devices, and keep only the scores that losses read."""
     host = np.zeros(batch.tokens.shape, np.float32)
     own = [
         with_advantage(sample, advantages[place] if advantages.ndim == 2 else _of_sample(advantages[place], sample))

@@ -71,7 +71,7 @@ def _quiet_orbax() -> None:
 
 
 def _prepare_orbax(folder: Path) -> None:
-    """Silence orbax, and make it accept `folder` if this is in S3 and wait for any bucket."""
+    """Silence orbax, and make it accept `folder` if that is in S3, and wait if a bucket does not respond."""
     _quiet_orbax()
     if str(folder).startswith(S3):
         take_s3_for_a_bucket()
@@ -84,19 +84,19 @@ def _idle() -> None:
 
 
 class Records(Protocol):
-    """The records of a run, beside its checkpoints."""
+    """The records of a run, as checkpoints need them."""
 
     def extents(self) -> Mapping[str, Extent]:
-        """A summary of what they hold now."""
+        """A summary of the current contents of the records."""
         ...
 
     def push(self) -> None:
-        """Copy them to where the checkpoints are, before a step is complete; called in another thread."""
+        """Copy the records to where the checkpoints are, before a step is complete; called in another thread."""
         ...
 
 
 class Beside(TypedDict):
-    """What every checkpoint of a run stores beside its state."""
+    """What every checkpoint of a run stores in addition to the state."""
 
     base: str | None
     settings: NotRequired[Settings]
@@ -107,13 +107,13 @@ class Checkpointer:
     """Saves and restores the states of one run, on one host or several.
 
     The folder is the run's `checkpoints`, created if missing; only the run itself may write to it. `on_save` is called
-    when `maybe_save` starts a save; `beat` is called repeatedly while a caller waits for a save whose files are
-    growing. `base` is the fingerprint of the frozen weights, which are not part of the state: restoring requires the
-    same weights. `maybe_save` stores a summary of the run's `records` beside the state, as it does the run's `settings`
-    and the digests of its `data`.
+    when `maybe_save` starts a save; `beat` is called repeatedly while a caller waits for a save, as long as its files
+    grow. `base` is the fingerprint of the frozen weights, which are not part of the state: restoring requires the same
+    weights. `maybe_save` stores a summary of the run's `records`, the run's `settings` and the digests of its `data`
+    with the state.
 
     Raises:
-        CheckpointError: if the folder cannot be created or written to.
+        CheckpointError: the folder cannot be created or written to.
     """
 
     def __init__(
@@ -163,12 +163,12 @@ class Checkpointer:
     def maybe_save(
         self, step: int, state: TrainState, position: Position, *, score: float | None, last: bool, due: bool = False
     ) -> float | None:
-        """Save a step if the config asks for it, if it is `due`, or if it is the `last`; returns the seconds it took.
+        """Save a step if the config asks for it, or if it is `due` or `last`; returns the seconds that saving took.
 
-        Returns None if it does not save. If the bucket does not answer, a regular save is `postponed`: each step tries
-        again, and the next regular save waits, so that training goes on through a short outage. All hosts of a run must
-        pass the same `due`. `position` is the run's position in its prompts. `score` is for `keep_best`; None if the
-        step was not evaluated. The `last` step is completely on disk when this returns.
+        Returns None if the step is not saved. If the bucket does not respond, a regular save is `postponed`: each step
+        tries again, and the next regular save waits, so that training continues through a short outage. All hosts of a
+        run must pass the same `due`. `position` is the run's position in its prompts. `score` is for `keep_best`; None
+        if the step was not evaluated. The `last` step is completely on disk when this returns.
         """
         every, best = self._config.every_steps, self._config.keep_best and score is not None
         regular = due or bool(every and step % every == 0)
@@ -226,7 +226,7 @@ class Checkpointer:
 
     @property
     def postponed(self) -> bool:
-        """Whether a save was due while the bucket did not answer, and is still to come."""
+        """Whether a save that was due is still pending, because the bucket did not respond."""
         return self._postponing.postponed
 
     @property
@@ -260,7 +260,7 @@ class Checkpointer:
         """
         assert self._step is not None, "orbax finishes only a step that was passed to it"
         if self._records is not None:
-            self._records.push()  # resuming from the step needs them; training does not wait for it
+            self._records.push()  # resuming from the step needs them; training does not wait for this
         (unnamed,) = self._unfinished()
         seal(unnamed, self._step, self._beat)
 
@@ -272,7 +272,9 @@ class Checkpointer:
 
     @contextmanager
     def _beating(self) -> Iterator[None]:
-        """Inside the block, call `beat` while the files of the step being written grow, or the bucket is waited for."""
+        """Inside the block, call `beat` while the files of the step being written grow, or a request waits for the
+        bucket.
+        """
         with (
             telling(self._beat),
             _growing(self._unfinished, self._beat, POLL_S * (5 if in_bucket(self._folder) else 1)),
@@ -287,7 +289,7 @@ class Checkpointer:
         except Exception as error:
             self._failed = True
             _end_waiting_threads()
-            with contextlib.suppress(Exception):  # of the bucket, which is told below
+            with contextlib.suppress(Exception):  # an error of the bucket, which is reported below
                 self._manager.reload()  # orbax no longer lists the steps that the failed one would have replaced
             raise CheckpointError(
                 f"the checkpoint of step {self._step} could not be written to {self._folder}: {cause_of(error)};"
@@ -422,10 +424,10 @@ def _named_rest(state: TrainState) -> Params:
 
 
 def saved_names(folder: Path, step: int | None) -> list[str]:
-    """The names of the arrays beside the parameters in a saved step of `checkpoints` (None: the newest).
+    """The names of all arrays except the parameters in a saved step (None: the newest).
 
-    Those of another model that changes begin with the name of its role, and a dot, and those of adapted
-    coefficients with `coefs.`. Every process must call this.
+    Names of another model's arrays begin with its role's name and a dot, and those of adapted coefficients with
+    `coefs.`. Every process must call this.
     """
     _prepare_orbax(folder)
     step = _checked_step(folder, step, digests=False)

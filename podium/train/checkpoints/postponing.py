@@ -1,4 +1,4 @@
-"""Puts off the saves of a run in a bucket that does not answer, so that training goes on through a short outage."""
+"""Postpones a run's saves while its bucket does not respond, so that training continues through a short outage."""
 
 import contextlib
 import tempfile
@@ -11,31 +11,31 @@ from podium.files import in_bucket
 from podium.hosts.distributed import from_leader
 
 ANSWER_S = 10.0
-"""Seconds in which a bucket must take an object for a save to begin."""
+"""Seconds within which a bucket must accept an object for a save to begin."""
 
 
 class Postponing:
-    """Whether a regular save is put off, and whether one was."""
+    """Decides whether to postpone a save, and records whether one was postponed."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is that of the checkpoints; saves into folders that are not in a bucket are never put off."""
+        """`folder` is the folder of the checkpoints; saves to folders outside buckets are never postponed."""
         self._folder = folder
-        self._attempt: Future[None] | None = None  # to write an object
+        self._attempt: Future[None] | None = None  # an attempt to write an object
         self.postponed = False
-        """Whether a save was due while the bucket did not answer, and is still to come."""
+        """Whether a save that was due is still pending, because the bucket did not respond."""
 
     def puts_off(self, *, regular: bool, needed: bool) -> bool:
-        """Whether a save is put off until a later step; every host must call this with the same arguments.
+        """Whether to postpone a save until a later step; every host must call this with the same arguments.
 
-        A save that was put off is tried again after each step. The next `regular` one waits for the bucket, as does
-        one that is `needed` now.
+        A postponed save is retried after each step. The next `regular` save waits for the bucket, as does a save that
+        is `needed` now.
         """
         waits = needed or (regular and self.postponed)
         self.postponed = not waits and in_bucket(self._folder) and not from_leader(self._answers)
         return self.postponed
 
     def _answers(self) -> bool:
-        """Whether the bucket takes an object at once; if it refuses, the save itself tells why."""
+        """Whether the bucket accepts an object quickly; if it refuses, the save itself reports why."""
         begun = self._attempt is None
         if self._attempt is None:
             self._attempt = Future()
@@ -47,7 +47,7 @@ class Postponing:
 
 
 def _write(folder: Path, done: "Future[None]") -> None:
-    with contextlib.suppress(Exception):  # the save itself meets it too
+    with contextlib.suppress(Exception):  # the save itself reports the error
         try_to_write(folder)
     done.set_result(None)
 

@@ -43,7 +43,9 @@ def take_s3_for_a_bucket() -> None:
 
 @functools.cache
 def wait_for_gcs() -> None:
-    """Make orbax's requests for gs:// paths wait for as long as others; an orbax without this function waits less."""
+    """Make orbax's requests for gs:// paths wait as long as other requests; an orbax without the patched function waits
+    less.
+    """
     with contextlib.suppress(ImportError, AttributeError):
         from orbax.checkpoint._src.path import gcs_utils
 

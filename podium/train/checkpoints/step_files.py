@@ -65,7 +65,8 @@ def seal(path: Path, step: int, beat: Beat) -> None:
 
 
 def damage(path: Path, *, digests: bool, beat: Beat = lambda: None) -> str | None:
-    """Describe what is wrong with a step: its first damaged file, or another step or run in its place. None if intact.
+    """Describe what is wrong with a step: its first damaged file, or that it is really another step or of another run.
+    None if intact.
 
     With `digests` every byte is read; otherwise only sizes, step and run are compared. Raises CheckpointError if a
     bucket cannot be read.

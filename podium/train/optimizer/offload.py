@@ -42,7 +42,7 @@ def offloaded(optimizer: optax.GradientTransformation, *, whole: bool) -> Offloa
 
 
 def in_host_memory(sharding: Sharding) -> Sharding:
-    """The same sharding, in host memory."""
+    """The sharding with its memory changed to the host's."""
     return sharding.with_memory_kind(HOST_MEMORY)
 
 
