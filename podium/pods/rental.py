@@ -36,6 +36,8 @@ def tpu(name: str | None) -> Accelerator:
         raise BadRequestError(
             f"--type {name}: this is not a TPU; podium pod rents {', '.join(RUNTIMES)}, for example v6e-8"
         )
+    if accelerator.slices > 1:
+        raise BadRequestError(f"--type {name}: several slices run as one job on GKE; podium pod k8s writes it")
     return accelerator
 
 
