@@ -231,7 +231,6 @@ def prepare(
     *,
     clock: Clock,
     say: Callable[[str], None],
-    claim: Callable[[], None] = lambda: None,
     stop: str | None = None,
 ) -> tuple[str, bool]:
     """Send and set up everything for a run, unless it is already running or finished.
@@ -241,7 +240,6 @@ def prepare(
         spec: the run.
         clock: for pauses and time limits.
         say: prints progress.
-        claim: called before anything is sent, once no other run has been found on the slice.
         stop: the command that ends another job, for the error message; None: `podium pod stop` of the slice.
 
     Returns:
@@ -258,7 +256,6 @@ def prepare(
     if busy:
         stop = stop or f"podium pod stop {remote.name}"
         raise RemoteError(f"{remote.name} is busy with job {busy[0]}; wait for it, or: {stop}")
-    claim()
     newest = max((spec.attempt(status["job"]) or 0 for status in jobs), default=0)
     job = f"{spec.prefix}{newest}"
     for old in sorted({each["job"] for each in jobs if each["state"] in UNDER_WAY} - {job, SETUP + job}):
