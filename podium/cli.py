@@ -3,8 +3,8 @@
 Nothing heavy is imported before the settings are checked: `--help`, `podium config` and every error in a config come
 without jax. Exit status: 0 done; 1 failed, or the answer is no (`plan`: it does not fit, `certify`: a check is red); 2
 what was asked cannot be carried out as it is written: settings, options, a model, run or machine that is not there; 3
-the compiler of `plan` failed; 78 workers of a job are missing or disagree; 130 stopped by Ctrl-C, 143 by SIGTERM. A
-training run that is stopped saves a checkpoint first and can be continued.
+the compiler of `plan` failed; 75 a worker of a job is missing, 78 workers disagree; 130 stopped by Ctrl-C, 143 by
+SIGTERM. A training run that is stopped saves a checkpoint first and can be continued.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
@@ -258,7 +258,6 @@ def evaluate(
     settings: Settings = None,
 ) -> None:
     """Evaluate a run's weights, or any model, on held-out questions."""
-    from podium.config.load import load
     from podium.files import as_path
     from podium.observe.out_files import check_new
     from podium.observe.run_dir import run_of
@@ -274,30 +273,13 @@ def evaluate(
             f"{target} is a model, not a run, so it has no tasks of its own; name one with --task (podium tasks)",
             status=2,
         )
-    of_run = load(files, [], os.environ).config if run else None
-    known = [each.model_dump(mode="json") for each in of_run.tasks] if of_run else []
-    scored = {each.name for each in of_run.reward_models} if of_run else set()
-    prompt = known[0]["system_prompt"] if known else None  # another task is answered as the run answers its own
-    chosen = [each for each in known if task in (None, each["name"])][: None if task is None else 1]
-    chosen = chosen or [{"name": task, "system_prompt": prompt}]
     given = {"eval_split": split, "eval_path": path}
-    changes = {key: value for key, value in given.items() if value is not None}
-    chosen = [
-        each
-        | changes
-        | {"rewards": _evaluated_rewards(each.get("correct", "correct"), each.get("rewards", {}), scored)}
-        for each in chosen
-    ]
     options = {"eval.samples": samples, "eval.greedy": greedy, "eval.questions": questions}
-    loaded = load_settings(files, [*evaluation_overrides(target, run, chosen, options), *(settings or [])])
+    chosen = evaluation_overrides(target, files, task=task, given=given, options=options)
+    loaded = load_settings(files, [*chosen, *(settings or [])])
     from podium.train.evaluate import evaluate_command
 
     raise typer.Exit(evaluate_command(loaded.config, run=run, as_json=as_json, show=show, out=out))
-
-
-def _evaluated_rewards(correct: str, rewards: Mapping[str, float], reward_models: Collection[str]) -> dict[str, float]:
-    """The parts of a task's reward that an evaluation grades: correctness, and the scores of reward models."""
-    return {correct: 1.0} | {name: weight for name, weight in rewards.items() if name in reward_models}
 
 
 @app.command()

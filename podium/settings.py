@@ -114,15 +114,37 @@ def preference_overrides(files: Sequence[str | Path], overrides: Sequence[str | 
 
 
 def evaluation_overrides(
-    target: str, run: object | None, tasks: Sequence[Mapping[str, Plain]], options: Mapping[str, Plain]
+    target: str, files: Sequence[Path], *, task: str | None, given: Mapping[str, Plain], options: Mapping[str, Plain]
 ) -> list[Override]:
-    """Convert the options of `podium eval` to settings: tasks graded for correctness, all questions unless limited."""
-    given = [Override(key, value, f"--{key.removeprefix('eval.')}") for key, value in options.items()]
+    """Convert the options of `podium eval` to settings: tasks graded for correctness, all questions unless limited.
+
+    Args:
+        target: the model, or the run whose config is `files`.
+        files: the run's config; empty for a model.
+        task: which of the run's tasks to ask, or another; None: all of the run's.
+        given: settings of the user's for each task; None: unset.
+        options: settings of the user's for the evaluation; None: unset.
+    """
+    config = load(files, [], os.environ).config if files else None
+    own = [Override("model", target, f"argument {target}"), *_fitting_lengths(target)] if config is None else []
+    known = [] if config is None else [each.model_dump(mode="json") for each in config.tasks]
+    scored = set() if config is None else {each.name for each in config.reward_models}
+    prompt = known[0]["system_prompt"] if known else None  # another task is answered as the run answers its own
+    chosen = known if task is None else [each for each in known if each["name"] == task][:1]
+    changes = {key: value for key, value in given.items() if value is not None}
+    tasks: list[dict[str, Plain]] = []
+    for each in chosen or [{"name": task, "system_prompt": prompt}]:
+        kept = {part: weight for part, weight in each.get("rewards", {}).items() if part in scored}
+        tasks.append({**each, **changes, "rewards": {each.get("correct", "correct"): 1.0, **kept}})
     return [
-        *([] if run else [Override("model", target, f"argument {target}"), *_fitting_lengths(target)]),
+        *own,
         Override("tasks", tasks, f"--task {tasks[0]['name']}"),
         Override("grading.overlong_buffer_tokens", 0, "podium eval"),
-        *(override for override in given if override.value is not None or override.key == "eval.questions"),
+        *(
+            Override(key, value, f"--{key.removeprefix('eval.')}")
+            for key, value in options.items()
+            if value is not None or key == "eval.questions"
+        ),
     ]
 
 

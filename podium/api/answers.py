@@ -14,6 +14,7 @@ from podium.api.given_data import Questions, Rewards, overrides, task_settings
 from podium.api.rows import Data, data_file, is_task
 from podium.config.document import Plain
 from podium.config.load import Override, load
+from podium.config.schema import WITHOUT_MODELS
 from podium.files import as_path
 from podium.hosts.platform import prepare_platform
 from podium.malloc import giving_back_memory
@@ -54,10 +55,7 @@ UNUSED: Mapping[str, Plain] = {
     "tasks": [{"name": "arithmetic"}],
     "algorithm": {},
     "group_size": 2,
-    "teacher": None,
-    "critic": None,
-    "reference": None,
-    "reward_models": [],
+    **WITHOUT_MODELS,
     "grading": {"workers": 0},
     "environments": {},
     "eval": {},

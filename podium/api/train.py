@@ -58,7 +58,7 @@ def grpo(
         subset: configuration of a hub data set; unset: its default, and `main` of `openai/gsm8k`.
         question: column of the question, text or a list of messages; unset: `question`, `prompt` or `problem`, of which
             rows then have one.
-        answer: column of the answer; of published sets, such as GSM8K and MATH, what is the reference in it.
+        answer: column of the answer; of published sets, such as GSM8K and MATH, the part of it that is compared.
         system_prompt: first message of every conversation without a system message.
         name: name of the run's folder in `runs_dir`; an existing run with this name and the same settings is continued.
             Unset: start a new run.

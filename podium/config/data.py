@@ -30,12 +30,12 @@ class RetireConfig(Section):
 
 
 class ProgressConfig(Section):
-    """Tasks are drawn by how fast they are learned (arXiv:1707.00183)."""
+    """Tasks are drawn by how fast they are learned (arXiv:1707.00183, whose code is TSCL)."""
 
-    window: Annotated[int, Field(ge=4)] = 32
+    window: Annotated[int, Field(ge=4)] = 32  # TSCL: window_size
     """Groups of each task that count, the last ones: progress is how far the mean of the newer half is from that of the
     older."""
-    spread: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    spread: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2  # TSCL: epsilon
     """Share of prompts that are drawn by the tasks' weights alone, so that none is forgotten; 1: all of them."""
 
 

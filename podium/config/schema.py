@@ -8,7 +8,7 @@ setting that no config and no example sets names the option of another system wh
 import datetime
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, ValidationInfo, model_validator
@@ -47,9 +47,9 @@ class CurriculumConfig(Section):
     levels: list[dict[str, object]] = Field(min_length=2)
     """Options of each level, easiest first, in place of the task's own of the same name. The last level is the task
     proper: evaluation asks its questions."""
-    window: Positive = 16
+    window: Positive = 16  # reasoning-gym: curriculum.last_k
     """Groups of each level that count, the last ones."""
-    spread: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
+    spread: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2  # TSCL: epsilon
     """Share of prompts that are drawn evenly from all levels, so that none is forgotten; 1: all of them."""
 
 
@@ -585,6 +585,10 @@ class Config(Section):
             text = "; ".join(f"{each.keys[0]}: {each.message}" for each in found)
             raise PydanticCustomError("contradiction", "{text}", {"text": text, "contradictions": found})
         return self
+
+
+WITHOUT_MODELS: Mapping[str, JsonValue] = {"teacher": None, "critic": None, "reference": None, "reward_models": []}
+"""The sections of the models beside the policy, unset."""
 
 
 def _runs_dir(config: Config) -> Iterator[Contradiction]:

@@ -39,7 +39,7 @@ def too_long(rollout: RolloutConfig, positions: int, model: str) -> Contradictio
 
 
 def conversation_tokens(rollout: RolloutConfig, given: int | None, positions: int) -> int:
-    """T: tokens of a reward model's rows, which are those of the longest conversation that it scores.
+    """T: tokens of the rows in which a model scores conversations: those of the longest one.
 
     `given` is its `max_tokens`. Unset: a quarter more than the policy's longest sequence, since its tokenizer and chat
     template are others; rounded up to a multiple of 8, and no more than its `positions`.
@@ -50,7 +50,7 @@ def conversation_tokens(rollout: RolloutConfig, given: int | None, positions: in
 def too_long_to_score(
     rollout: RolloutConfig, given: int | None, positions: int, *, key: str, model: str
 ) -> Contradiction | None:
-    """The conflict of conversations' lengths with a reward model's number of positions; None if they fit.
+    """The conflict of conversations' lengths with the positions of a model that scores them; None if they fit.
 
     `given` is its `max_tokens`, and `key` the name of that setting.
     """

@@ -1,17 +1,12 @@
 """The settings of a teacher: a frozen model whose distributions the policy learns, on its own completions."""
 
-import re
-import string
 from collections.abc import Iterator
 from typing import Literal
 
 from podium.config.errors import Contradiction
 from podium.config.lora import Base
+from podium.config.message_template import template_names
 from podium.config.section import Fraction, Positive, PositiveFloat, Section
-
-QUESTION, ANSWER = "question", "answer"
-"""Names in a template that are no columns: the text of the policy's last message, and the reference answer."""
-COLUMN = re.compile(r"[^\W\d][\w -]*")
 
 
 class TeacherConfig(Section):
@@ -65,21 +60,3 @@ def teacher_contradictions(teacher: TeacherConfig) -> Iterator[Contradiction]:
         template_names(teacher.template)
     except ValueError as error:
         yield Contradiction(("teacher.template",), str(error))
-
-
-def template_names(template: str) -> tuple[str, ...]:
-    """The names in a template's braces, each once, in order.
-
-    Raises ValueError if there is none, or if braces hold anything but a name.
-    """
-    try:
-        fields = [each[1:] for each in string.Formatter().parse(template) if each[1] is not None]
-    except ValueError as error:
-        raise ValueError(f"{template!r} cannot be read ({error}); write a brace as {{{{ or }}}}") from None
-    for name, format_spec, conversion in fields:
-        if not name or not COLUMN.fullmatch(name) or format_spec or conversion:
-            rule = f"{template!r}: braces hold the name of a column alone, and {name!r} is none or has more behind it"
-            raise ValueError(f"{rule}; write {{question}}, {{answer}} or a column's name, and a brace as {{{{ or }}}}")
-    if not fields:
-        raise ValueError(f"{template!r} has no name in braces, so it is the same for every prompt; write {{question}}")
-    return tuple(dict.fromkeys(name for name, _, _ in fields if name))

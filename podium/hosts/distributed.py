@@ -32,7 +32,7 @@ from podium.job.job_context import JobContext
 from podium.models.architecture import DecoderConfig
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.patience import PATIENCE_S
-from podium.sharding import Params, ShardingRules, param_shardings
+from podium.sharding import Params, ShardingRules, param_shardings, slice_of
 
 INITIALIZATION_S, HEARTBEAT_S = 120, 30
 SHUTDOWN_S = 300 + round(PATIENCE_S)
@@ -319,5 +319,9 @@ def _initialize(cluster: Cluster) -> None:
         coordinator_bind_address=cluster.coordinator,
     )
     check_devices(
-        cluster, processes=jax.process_count(), devices=jax.device_count(), local_devices=jax.local_device_count()
+        cluster,
+        processes=jax.process_count(),
+        devices=jax.device_count(),
+        local_devices=jax.local_device_count(),
+        slices=len({slice_of(device) for device in jax.devices()}),
     )

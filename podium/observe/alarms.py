@@ -130,7 +130,7 @@ class CarryAlarms:
         if stats.carried is None:
             return []
         at_bound = metrics["async/staleness/max"] >= self._config.max_staleness
-        self._bound.append((at_bound, stats.rolled.waited_s / stats.step_s))
+        self._bound.append((at_bound, stats.rolled.waited_s / stats.seconds.step_s))
         self._lengths.append((stats.completions.completion_tokens.tolist(), stats.rolled.drawn_lengths))
         self._cut.append(metrics[TRUNCATED])
         found = [each for each in self._found(metrics) if each[0] not in self._said]

@@ -42,14 +42,12 @@ class Metric(NamedTuple):
 
 
 def _kl_reference(stats: StepStats) -> float | None:
-    charged = stats.batched.reward_kl
-    if charged is None:
-        return stats.updated.token_means.get("kl_reference")
-    return charged.mean
+    penalty = stats.batched.penalty
+    return stats.updated.token_means.get("kl_reference") if penalty is None else penalty.mean_kl
 
 
 def _kl_teacher(stats: StepStats) -> float | None:
-    sampled = stats.batched.teacher_kl
+    sampled = stats.batched.taught_kl
     return stats.updated.token_means.get("kl_teacher") if sampled is None else sampled
 
 
@@ -145,38 +143,38 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Time": (
         Metric("time/wall_s", "s", "Wall time since the run's folder was opened, summed over all processes of the run."),
         Metric("time/cpu_s", "s", "CPU time of the trainer and its finished child processes, summed like `time/wall_s`."),
-        Metric("time/train/step_s", "s", "From the first prompt drawn to the new weights in the engine; without evaluation, checkpoint, and writing of metrics.", lambda s: s.step_s),
-        Metric("time/train/step_avg_last10_s", "s", "Mean of the last 10 `time/train/step_s` of this process; from its 10th step on.", lambda s: s.mean_step_s),
-        Metric("time/train/step_cpu_s", "s", "CPU time of the trainer, all threads, during `time/train/step_s`.", lambda s: s.cpu_s),
+        Metric("time/train/step_s", "s", "From the first prompt drawn to the new weights in the engine; without evaluation, checkpoint, and writing of metrics.", lambda s: s.seconds.step_s),
+        Metric("time/train/step_avg_last10_s", "s", "Mean of the last 10 `time/train/step_s` of this process; from its 10th step on.", lambda s: s.seconds.mean_step_s),
+        Metric("time/train/step_cpu_s", "s", "CPU time of the trainer, all threads, during `time/train/step_s`.", lambda s: s.seconds.cpu_s),
         Metric("time/train/rollout_s", "s", "Generating completions and decoding them to text, including prompts drawn for refills.", lambda s: s.rolled.answer_s - s.rolled.reward_s - s.rolled.scored_s),
         Metric("time/train/reward_s", "s", "Waiting for the grades of the step.", lambda s: s.rolled.reward_s),
         Metric("time/train/reward_model_s", "s", "Scoring the step's answers with the reward models; only with `reward_models`.", lambda s: s.rolled.scored_s or None),
-        Metric("time/train/advantages_s", "s", "Turning rewards into advantages.", lambda s: s.batched.advantages_s),
-        Metric("time/train/batch_s", "s", "Packing completions into rows and sending them to the devices.", lambda s: s.batched.batch_s),
-        Metric("time/train/score_s", "s", "Log-probabilities of the reference, of a teacher, or of the trainer before the first update, and values of a critic; 0 if none is needed.", lambda s: s.batched.score_s),
+        Metric("time/train/advantages_s", "s", "Turning rewards into advantages.", lambda s: s.batched.seconds.advantages_s),
+        Metric("time/train/batch_s", "s", "Packing completions into rows and sending them to the devices.", lambda s: s.batched.seconds.batch_s),
+        Metric("time/train/score_s", "s", "Log-probabilities of the reference, of a teacher, or of the trainer before the first update, and values of a critic; 0 if none is needed.", lambda s: s.batched.seconds.score_s),
         Metric("time/train/update_s", "s", "All updates of the step.", lambda s: s.updated.update_s),
         Metric("time/train/critic_s", "s", "All updates of the critic; only with one.", lambda s: (own := s.updated.learners.get("critic")) and own.update_s),
-        Metric("time/train/sync_s", "s", "Copying the new weights into the rollout's layout.", lambda s: s.sync_s),
-        Metric("time/train/checkpoint_s", "s", "Wait for the checkpoint of the previous step; absent if that step did not save.", lambda s: s.checkpoint_s),
+        Metric("time/train/sync_s", "s", "Copying the new weights into the rollout's layout.", lambda s: s.seconds.sync_s),
+        Metric("time/train/checkpoint_s", "s", "Wait for the checkpoint of the previous step; absent if that step did not save.", lambda s: s.seconds.checkpoint_s),
         Metric("time/eval/rollout_s", "s", "Generating the answers of one evaluation, all tasks.", evaluation=lambda e: e.rollout_s),
         Metric("time/eval/reward_s", "s", "Waiting for the grades of one evaluation.", evaluation=lambda e: e.reward_s),
         Metric("time/eval/step_s", "s", "One evaluation.", evaluation=lambda e: e.step_s),
     ),
     "Throughput and counts": (
-        Metric("throughput/train/valid_tokens_per_s", "tokens/s", "`train-other/total_valid_token_count` / `time/train/step_s`, over all devices.", lambda s: s.batched.trained_tokens / s.step_s),
-        Metric("throughput/train/valid_tokens_per_s_update", "tokens/s", "`train-other/total_valid_token_count` / `time/train/update_s`.", lambda s: s.batched.trained_tokens / s.updated.update_s),
-        Metric("throughput/train/busy_cores", "cores", "`time/train/step_cpu_s` / `time/train/step_s`: cores of the first host that the trainer kept busy; grading processes are not counted.", lambda s: s.cpu_s / s.step_s),
-        Metric("train-other/total_valid_token_count", "tokens", "Completion tokens in the loss, over all hosts.", lambda s: s.batched.trained_tokens),
+        Metric("throughput/train/valid_tokens_per_s", "tokens/s", "`train-other/total_valid_token_count` / `time/train/step_s`, over all devices.", lambda s: s.batched.tokens.trained / s.seconds.step_s),
+        Metric("throughput/train/valid_tokens_per_s_update", "tokens/s", "`train-other/total_valid_token_count` / `time/train/update_s`.", lambda s: s.batched.tokens.trained / s.updated.update_s),
+        Metric("throughput/train/busy_cores", "cores", "`time/train/step_cpu_s` / `time/train/step_s`: cores of the first host that the trainer kept busy; grading processes are not counted.", lambda s: s.seconds.cpu_s / s.seconds.step_s),
+        Metric("train-other/total_valid_token_count", "tokens", "Completion tokens in the loss, over all hosts.", lambda s: s.batched.tokens.trained),
         Metric("train-other/batch_global", "sequences", "Completions in the update, over all hosts.", lambda s: s.batched.sequences),
-        Metric("tokens/demonstrations", "tokens", "Tokens of demonstrations in the rows of the update; only with a part of `algorithm.loss_parts` that imitates.", lambda s: s.batched.demonstrated_tokens or None),
-        Metric("tokens/prompt", "tokens", "Prompt tokens in the rows of the update.", lambda s: s.batched.prompt_tokens),
-        Metric("tokens/completion", "tokens", "Completion tokens in the rows of the update.", lambda s: s.batched.trained_tokens),
-        Metric("tokens/padding", "tokens", "Row positions that hold neither.", lambda s: s.batched.padding_tokens),
+        Metric("tokens/demonstrations", "tokens", "Tokens of demonstrations in the rows of the update; only with a part of `algorithm.loss_parts` that imitates.", lambda s: s.batched.tokens.demonstrated or None),
+        Metric("tokens/prompt", "tokens", "Prompt tokens in the rows of the update.", lambda s: s.batched.tokens.prompt),
+        Metric("tokens/completion", "tokens", "Completion tokens in the rows of the update.", lambda s: s.batched.tokens.trained),
+        Metric("tokens/padding", "tokens", "Row positions that hold neither.", lambda s: s.batched.tokens.padding),
     ),
     "Reward": (
         Metric("train-reward/total", "reward", "Weighted sum of the parts, over the completions of the step; without the KL of `k1_reward`.", lambda s: s.completions.rewards, parts=SPREAD),
-        Metric("train-reward/penalised", "reward", "The total after the penalty of `kl: k1_reward`; only with it.", lambda s: s.batched.penalised_rewards, parts=SPREAD),
-        Metric("train-reward/kl_penalty", "reward", "Penalty of `kl: k1_reward`, `kl_coef` x the completion's KL; only with it.", lambda s: s.batched.penalties, parts=MEAN_MAX),
+        Metric("train-reward/penalised", "reward", "The total after the penalty of `kl: k1_reward`; only with it.", lambda s: s.batched.penalty and s.batched.penalty.rewards, parts=SPREAD),
+        Metric("train-reward/kl_penalty", "reward", "Penalty of `kl: k1_reward`, `kl_coef` x the completion's KL; only with it.", lambda s: s.batched.penalty and s.batched.penalty.penalties, parts=MEAN_MAX),
         Metric("train-reward/func/<part>/mean", "reward", "One part of the reward, before its weight.", lambda s: {part: float(np.mean(x)) for part, x in s.completions.parts.items()}),
         Metric("train-reward/greedy", "reward", "Reward of the greedy completions that recipe remax compares with; only with it.", lambda s: s.completions.greedy, parts=MEAN_MAX),
         Metric("train-reward/advantage", "reward", "Advantages, over the completions in the update.", lambda s: s.batched.advantages if len(s.batched.advantages) else None, parts=SPREAD),

@@ -47,7 +47,7 @@ class SampleRecord(TypedDict):
     """The prompt's id."""
     question: str
     answer: str
-    """The reference answer."""
+    """The row's answer."""
     completions: list[CompletionRecord]
     greedy: NotRequired[CompletionRecord]
     """The greedy answer that the others are compared with; only with recipe remax."""

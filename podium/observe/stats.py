@@ -109,25 +109,48 @@ class CarryStats:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardKl:
-    """The KL to the reference that `kl: k1_reward` charges to each completion."""
+class RewardPenalty:
+    """What `kl: k1_reward` takes from a step's rewards: `kl_coef` times each completion's KL to the reference."""
 
-    sums: np.ndarray  # [N, G], sampled - reference log-probability, summed over each completion's tokens
+    kl: np.ndarray  # [N, G], log-ratios of the sampler to the reference, summed over each completion's tokens
+    penalties: np.ndarray  # [N, G]
+    rewards: np.ndarray  # [N, G], minus the penalties
     num_tokens: int
 
     @property
-    def mean(self) -> float | None:
+    def mean_kl(self) -> float | None:
         """Per token, in nat; None without tokens."""
-        return float(np.sum(self.sums)) / self.num_tokens if self.num_tokens else None
+        return float(np.sum(self.kl)) / self.num_tokens if self.num_tokens else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenCounts:
+    """What the positions in the rows of an update hold."""
+
+    trained: int
+    prompt: int
+    padding: int
+    demonstrated: int = 0
+    """Tokens of demonstrations that are mixed in."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchSeconds:
+    """Seconds for turning a step's groups into batches."""
+
+    batch_s: float = 0.0
+    """For packing samples into rows and sending them to the devices."""
+    score_s: float = 0.0
+    advantages_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueStats:
-    """A critic's values before a step's first update, beside what it learns; means over drawn tokens."""
+    """Values before a step's first update, beside what is learned; means over drawn tokens."""
 
     value: float
     returned: float
-    """Of what it learns."""
+    """What the values learn."""
     explained_variance: float | None
     """1 - variance of (return - value) / variance of the return; None where all returns are equal."""
 
@@ -154,24 +177,16 @@ class BatchStats:
     dropped_groups: int
     sequences: int
     """Completions in the update."""
-    trained_tokens: int
-    prompt_tokens: int
-    padding_tokens: int
+    tokens: TokenCounts
     kept: np.ndarray  # [n], indices in the step of the groups in the update
     advantages: np.ndarray  # [n G], advantages of their completions
-    penalties: np.ndarray | None  # [N G], penalties of `kl: k1_reward`
-    penalised_rewards: np.ndarray | None  # [N G], rewards minus penalties
-    reward_kl: RewardKl | None
-    demonstrated_tokens: int = 0
-    """Tokens of demonstrations that are mixed in."""
-    teacher_kl: float | None = None
-    """Mean over the trained tokens of the policy's minus the teacher's log-probability; None without a teacher."""
+    penalty: RewardPenalty | None
+    """None unless `kl` is `k1_reward`."""
+    taught_kl: float | None = None
+    """Mean over the trained tokens of the policy's log-probability minus that of the model that teaches it, if any."""
     values: ValueStats | None = None
-    """None without a critic."""
-    batch_s: float = 0.0
-    """Seconds for packing samples into rows and sending them to the devices."""
-    score_s: float = 0.0
-    advantages_s: float = 0.0
+    """None unless values are learned."""
+    seconds: BatchSeconds = BatchSeconds()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,6 +246,20 @@ class UpdateStats:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSeconds:
+    """Seconds of a whole step."""
+
+    step_s: float
+    cpu_s: float
+    """CPU time of the trainer, all threads."""
+    sync_s: float
+    checkpoint_s: float | None
+    """For which the loop waited for the previous step's checkpoint; None: that step saved none."""
+    mean_step_s: float | None = None
+    """Mean of the last ten steps; None before the tenth."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepStats:
     """All measurements of a step."""
 
@@ -238,13 +267,7 @@ class StepStats:
     rolled: RolloutStats
     batched: BatchStats
     updated: UpdateStats
-    step_s: float
-    cpu_s: float
-    sync_s: float
-    checkpoint_s: float | None
-    """Seconds that the loop waited for the previous step's checkpoint; None: that step saved none."""
-    mean_step_s: float | None = None
-    """Mean of the last ten steps; None before the tenth."""
+    seconds: StepSeconds
     carried: CarryStats | None = None
     """None without carry-over."""
     conversations: ConversationStats | None = None
@@ -281,7 +304,10 @@ class TaskScores:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceStats:
-    """The rewards beta x log-ratio of policy to reference of held-out preferences; means, None where there are none."""
+    """The mean rewards of held-out preferences; None where there are none.
+
+    A reward is beta times the log-ratio of the policy to the reference.
+    """
 
     chosen: float | None
     """Of chosen, or of desirable completions."""

@@ -337,15 +337,19 @@ def slurm(
 @app.command()
 def k8s(
     config: ConfigFiles,
-    type: Annotated[str, typer.Option(metavar="TYPE", help="Accelerator type, such as v6e-16 or h100-8.")],
-    image: Annotated[str, typer.Option(metavar="IMAGE", help="Container image with Podium and its dependencies.")],
+    type: Annotated[
+        str, typer.Option(metavar="TYPE", help="Accelerator type, such as v6e-16, 2xv6e-16 (two slices) or h100-8.")
+    ],
+    image: Annotated[
+        str, typer.Option(metavar="IMAGE", help="Container image with Podium and its dependencies; see Dockerfile.")
+    ],
     settings: Settings = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines with GPUs; a TPU type has its own number.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="How many times the GPUs; a TPU type has its own number.")] = 1,
     claim: Annotated[
         str | None, typer.Option(metavar="NAME", help="PersistentVolumeClaim that is mounted at runs_dir.")
     ] = None,
     spot: Annotated[bool, typer.Option("--spot/--on-demand", help="Which machines the node pool has.")] = True,
 ) -> None:
-    """Print the config as a JobSet for GKE, which rents GPUs too and is the only way to rent TPU7x."""
+    """Print the config as a JobSet for Kubernetes: GKE's TPUs and GPUs, several slices, or any nodes with GPUs."""
     loaded = load_settings(config, settings or [], elsewhere=True)
     print(k8s_manifest(loaded.config, type, nodes=nodes, image=image, claim=claim, spot=spot), end="")

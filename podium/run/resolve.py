@@ -7,7 +7,7 @@ All call the same functions, so a plan has the same spec as the run.
 import dataclasses
 
 from podium.algorithms.recipe_options import make_recipe
-from podium.algorithms.recipes import Recipe, Teaching, find_recipe
+from podium.algorithms.recipes import Recipe, find_recipe
 from podium.config.attention_blocks import attention_backend
 from podium.config.data import DataConfig
 from podium.config.head import head_kind
@@ -20,13 +20,13 @@ from podium.models.layouts import Layout, choose_layout
 from podium.models.params import TRAIN_AXES, axis_parts
 from podium.rollout.request import SamplingParams
 from podium.run.machine import Machine
-from podium.run.roles import grading_models, scoring_models
+from podium.run.roles import check_graders, grading_models, own_prompts, scoring_models, teaching
 from podium.run.run_spec import (
+    AnswerSettings,
     BatchSizes,
     DemonstrationSpec,
     Format,
     OptimizerSpec,
-    PrivilegedSpec,
     PromptSpec,
     RolloutSpec,
     RunSpec,
@@ -36,7 +36,6 @@ from podium.run.run_spec import (
 from podium.run.token_sizes import (
     batch_sequences,
     optimizer_steps,
-    privileged_tokens,
     row_groups,
     row_tokens,
     rows_per_device,
@@ -90,12 +89,11 @@ def resolve(
         ),
         steps=config.steps,
         prompts_per_step=config.prompts_per_step,
-        evaluation=config.eval,
         checkpoint=config.checkpoint,
         metrics=config.metrics,
     )
     _check_positions(spec)
-    _check_graders(config)
+    check_graders(config)
     return spec
 
 
@@ -112,19 +110,6 @@ def _check_positions(spec: RunSpec) -> None:
             raise ValueError(
                 f"{role.name}.max_prompt_tokens: {own.max_tokens} makes sequences of up to {longest} tokens, and the"
                 f" {role.name} has {most} positions; lower it, or rollout.max_new_tokens"
-            )
-
-
-def _check_graders(config: Config) -> None:
-    """Raises ValueError if no task uses a reward model or a judge: an evaluation may leave them out, a run may not."""
-    used = {part for task in config.tasks for part in task.rewards}
-    named = [(f"reward_models.{index}", each.name) for index, each in enumerate(config.reward_models)]
-    named += [(f"grading.judges.{index}", each.name) for index, each in enumerate(config.grading.judges)]
-    for key, name in named:
-        if name not in used:
-            raise ValueError(
-                f"{key}.name: {name!r} is in no task's rewards, so it would grade nothing; name it in tasks.0.rewards,"
-                f" with a weight, or leave {key} out"
             )
 
 
@@ -151,16 +136,11 @@ def resolve_algorithm(config: Config) -> AlgorithmConfig:
 
 
 def resolve_recipe(config: Config) -> Recipe:
-    """Resolve the recipe with the config's overrides, sampler and teacher. Raises ValueError if they conflict."""
+    """Resolve the recipe with the config's overrides, sampler and models. Raises ValueError if they conflict."""
     recipe = make_recipe(
         resolve_algorithm(config), group_size=config.group_size, prompts_per_step=config.prompts_per_step
     )
-    recipe = dataclasses.replace(recipe, penalised=config.rollout.repetition_penalty != 1)
-    teacher = config.teacher
-    if teacher is None:
-        return recipe
-    teaching = Teaching(weight=teacher.weight, loss=teacher.loss, reverse=teacher.reverse)
-    return dataclasses.replace(recipe, teacher=teaching)
+    return dataclasses.replace(recipe, penalised=config.rollout.repetition_penalty != 1, teaching=teaching(config))
 
 
 def resolve_batch(config: Config, recipe: Recipe, decoder: DecoderConfig, mesh: MeshSizes) -> BatchSizes:
@@ -185,7 +165,7 @@ def resolve_batch(config: Config, recipe: Recipe, decoder: DecoderConfig, mesh: 
 def resolve_update(config: Config, recipe: Recipe, machine: Machine, mesh: MeshSizes) -> UpdateSpec:
     """Resolve how batches are scored and trained on. Raises ValueError if the machine lacks a requested kernel."""
     train = config.train
-    compares = recipe.teacher is not None and recipe.teacher.loss == "full"  # all logits, which a fused head has not
+    compares = recipe.teaching is not None and recipe.teaching.loss == "full"  # all logits, which a fused head has not
     return UpdateSpec(
         dtype=resolve_format(train.dtype, machine),
         reduce_dtype=train.reduce_dtype,
@@ -203,16 +183,13 @@ def resolve_update(config: Config, recipe: Recipe, machine: Machine, mesh: MeshS
 
 def resolve_prompts(config: Config) -> PromptSpec:
     """Resolve the source of a run's prompts, and their maximum length."""
-    privileged = None
-    if config.teacher is not None and config.teacher.template is not None:
-        privileged = PrivilegedSpec(template=config.teacher.template, max_tokens=privileged_tokens(config))
     return PromptSpec(
         tasks=tuple(config.tasks),
         data=config.data,
         seed=config.seed,
         max_tokens=config.rollout.prompt_tokens,
         long_prompts=config.rollout.long_prompts,
-        privileged=privileged,
+        privileged=own_prompts(config),
     )
 
 
@@ -245,13 +222,15 @@ def resolve_rollout(config: Config, recipe: Recipe, decoder: DecoderConfig, mach
         grading_models=grading_models(config, recipe),
         environments=config.environments,
         evaluation=config.eval,
-        sampling=dataclasses.replace(
-            sampling_params(rollout), greedy_completion=config.group_size if "baselines" in recipe.reads else None
+        training=AnswerSettings(
+            sampling=dataclasses.replace(
+                sampling_params(rollout), greedy_completion=config.group_size if "baselines" in recipe.reads else None
+            ),
+            completions=config.group_size + ("baselines" in recipe.reads),
+            max_refills=recipe.max_refills if recipe.zero_variance == "refill" else 0,
+            zero_variance_metric=recipe.zero_variance_metric,
+            in_flight=rollout.prompts_in_flight(config.prompts_per_step),
         ),
-        completions=config.group_size + ("baselines" in recipe.reads),
-        zero_variance_metric=recipe.zero_variance_metric,
-        max_refills=recipe.max_refills if recipe.zero_variance == "refill" else 0,
-        in_flight=rollout.prompts_in_flight(config.prompts_per_step),
     )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from podium.algorithms.advantages import VALUES
-from podium.algorithms.recipes import REFERENCE_LOGPROBS, TEACHER_HIDDEN, TEACHER_LOGPROBS, Recipe
+from podium.algorithms.recipes import REFERENCE_LOGPROBS, TAUGHT_HIDDEN, TAUGHT_LOGPROBS, Recipe, Teaching
 from podium.config.critic_section import CriticConfig
 from podium.config.lora import LoraConfig
 from podium.config.rollout_weights import RolloutWeights
@@ -12,8 +12,8 @@ from podium.config.schema import Config
 from podium.config.sizes import conversation_tokens, too_long_to_score
 from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder, scoring_decoder, with_lora
 from podium.models.presets import find_architecture
-from podium.run.run_spec import SCORE, ConversationSpec, LearningSpec, OptimizerSpec, Role
-from podium.run.token_sizes import longer_prompts, rows_per_device
+from podium.run.run_spec import SCORE, ConversationSpec, LearningSpec, OptimizerSpec, PrivilegedSpec, Role
+from podium.run.token_sizes import rows_per_device
 
 
 def find_decoder(config: Config) -> DecoderConfig:
@@ -65,10 +65,36 @@ def _teacher(config: Config) -> Iterator[Role]:
             model=teacher.model,
             decoder=frozen_decoder(find_architecture(teacher.model), teacher.base),
             weights="policy_base" if is_base else "frozen",
-            scores=TEACHER_HIDDEN if teacher.loss == "full" else TEACHER_LOGPROBS,
+            scores=TAUGHT_HIDDEN if teacher.loss == "full" else TAUGHT_LOGPROBS,
             phase="teacher",
-            longer_prompts=None if teacher.prompt == "same" else longer_prompts(config),
+            longer_prompts=_longer_prompts(config),
         )
+
+
+def teaching(config: Config) -> Teaching | None:
+    """The terms that a teacher adds to the recipe; None without one."""
+    if (teacher := config.teacher) is None:
+        return None
+    return Teaching(weight=teacher.weight, loss=teacher.loss, reverse=teacher.reverse)
+
+
+def own_prompts(config: Config) -> PrivilegedSpec | None:
+    """The prompts of the teacher; None if it reads the policy's, or there is none."""
+    if (teacher := config.teacher) is None or teacher.template is None:
+        return None
+    longest = teacher.max_prompt_tokens or config.rollout.prompt_tokens
+    return PrivilegedSpec(role="teacher", template=teacher.template, max_tokens=longest)
+
+
+def _longer_prompts(config: Config) -> int | None:
+    """By how many tokens the teacher's prompts can be longer than the policy's; None if it reads the policy's.
+
+    A conversation may begin with a prompt of any length and fill a row, so there it is the whole longest prompt.
+    """
+    if (own := own_prompts(config)) is None:
+        return None
+    shorter = 0 if config.rollout.max_episode_tokens is not None else config.rollout.prompt_tokens
+    return max(0, own.max_tokens - shorter)
 
 
 def _critic(config: Config, recipe: Recipe, decoder: DecoderConfig) -> Iterator[Role]:
@@ -133,3 +159,16 @@ def grading_models(config: Config, recipe: Recipe) -> tuple[Role, ...]:
             )
         )
     return tuple(found)
+
+
+def check_graders(config: Config) -> None:
+    """Raises ValueError if no task uses a reward model or a judge: an evaluation may leave them out, a run may not."""
+    used = {part for task in config.tasks for part in task.rewards}
+    named = [(f"reward_models.{index}", each.name) for index, each in enumerate(config.reward_models)]
+    named += [(f"grading.judges.{index}", each.name) for index, each in enumerate(config.grading.judges)]
+    for key, name in named:
+        if name not in used:
+            raise ValueError(
+                f"{key}.name: {name!r} is in no task's rewards, so it would grade nothing; name it in tasks.0.rewards,"
+                f" with a weight, or leave {key} out"
+            )

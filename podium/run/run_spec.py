@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
+from podium.algorithms.recipes import TAUGHT_HIDDEN, Recipe
 from podium.config.attention_blocks import Backend
 from podium.config.data import DataConfig
 from podium.config.head import HeadKind
@@ -154,7 +154,7 @@ class Role:
     """A model of a run beside its policy, and what it does in a step."""
 
     name: str
-    """reference, teacher, critic or reward:NAME; names of its arrays in checkpoints begin with it."""
+    """Its name in `podium.run.roles`; names of its arrays in checkpoints begin with it."""
     model: str
     """Its model's name, as in the config."""
     decoder: DecoderConfig
@@ -191,16 +191,23 @@ class Role:
     @property
     def compared(self) -> bool:
         """Whether its scores are hidden states, from which updates compute its whole distributions."""
-        return self.scores == TEACHER_HIDDEN
+        return self.scores == TAUGHT_HIDDEN
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrivilegedSpec:
-    """The prompts of a teacher that reads more than the policy."""
+    """The prompts of a model that reads more than the policy."""
 
+    role: str
+    """The name of its role, whose section of the config has these settings."""
     template: str
     """Of the last message of the user."""
     max_tokens: int
+
+    @property
+    def key(self) -> str:
+        """The setting of `max_tokens`."""
+        return f"{self.role}.max_prompt_tokens"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,7 +220,7 @@ class PromptSpec:
     max_tokens: int
     long_prompts: Literal["drop", "error"]
     privileged: PrivilegedSpec | None = None
-    """None: a teacher, if there is one, reads the policy's prompts."""
+    """None: every model reads the policy's prompts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,6 +230,21 @@ class DemonstrationSpec:
     prompts: PromptSpec
     per_step: int
     """Rows of each step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerSettings:
+    """How to answer prompts."""
+
+    sampling: SamplingParams
+    completions: int
+    """Completions per prompt, the greedy one of a recipe that compares with it included."""
+    max_refills: int = 0
+    """Maximum number of times that prompts with equal rewards are replaced by the next prompts of the run."""
+    zero_variance_metric: str | None = None
+    """Part of the reward that decides whether rewards are equal; None: their total."""
+    in_flight: int = 0
+    """Prompts to answer at the same time, at least those requested; the others continue in the next step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -240,15 +262,8 @@ class RolloutSpec:
     """The models that grade conversations: those that a task's rewards name."""
     environments: EnvironmentsConfig
     evaluation: EvalConfig
-    sampling: SamplingParams
-    completions: int
-    """Completions per training prompt: G, and the greedy one of a recipe that compares with it."""
-    zero_variance_metric: str | None
-    """Part of the reward that decides whether a group's rewards are equal; None: their total."""
-    max_refills: int
-    """Maximum number of times that prompts with equal rewards are replaced by the next prompts."""
-    in_flight: int
-    """Number of prompts answered at the same time; at least those of one step."""
+    training: AnswerSettings
+    """How the prompts of the run's steps are answered."""
     demonstrations: DemonstrationSpec | None = None
     """The demonstrations that are mixed in; None in evaluations, and in runs of one recipe alone."""
 
@@ -275,7 +290,6 @@ class RunSpec:
     steps: int
     prompts_per_step: int
     """N: prompts per step."""
-    evaluation: EvalConfig
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
 
@@ -313,7 +327,7 @@ class RunSpec:
     @property
     def group_size(self) -> int:
         """G: completions of a prompt that are trained on."""
-        return self.rollout.completions - ("baselines" in self.recipe.reads)
+        return self.rollout.training.completions - ("baselines" in self.recipe.reads)
 
     @property
     def rollout_mesh(self) -> Mapping[str, int]:

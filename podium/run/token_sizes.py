@@ -13,21 +13,6 @@ def row_tokens(config: Config, recipe: Recipe) -> int:
     return config.rollout.longest + (config.rollout.max_new_tokens if recipe.data_form == "pair" else 0)
 
 
-def privileged_tokens(config: Config) -> int:
-    """The longest prompt of a teacher that reads another prompt than the policy."""
-    given = None if config.teacher is None else config.teacher.max_prompt_tokens
-    return given or config.rollout.prompt_tokens
-
-
-def longer_prompts(config: Config) -> int:
-    """By how many tokens that teacher's prompts can be longer than the policy's.
-
-    A conversation may begin with a prompt of any length and fill a row, so there it is the whole longest prompt.
-    """
-    shorter = 0 if config.rollout.max_episode_tokens is not None else config.rollout.prompt_tokens
-    return max(0, privileged_tokens(config) - shorter)
-
-
 def rows_per_device(config: Config, recipe: Recipe) -> int:
     """Rows of a micro-batch on each device that the batch is split over."""
     if config.train.tokens_per_device is not None:

@@ -113,8 +113,8 @@ def _demonstration(
         if each.finish_reason == "length":
             raise ValueError(
                 f"prompt {prompt.prompt.id}: its {name}completion has more than rollout.max_new_tokens"
-                f" {spec.sampling.max_new_tokens} tokens, and half a completion is no preference; raise it, or drop the"
-                " row"
+                f" {spec.training.sampling.max_new_tokens} tokens, and half a completion is no preference; raise it, or"
+                " drop the row"
             )
     return found, [Reward(total=total, parts={"preferred": total}) for total in totals]
 
@@ -122,7 +122,7 @@ def _demonstration(
 def _completion(text: str, spec: RolloutSpec, tokenizer: Tokenizer) -> Completion:
     """The text as a completion with an end, cut at `rollout.max_new_tokens`."""
     tokens = np.array([*tokenizer.chat_format.encode_answer(text), tokenizer.eos_tokens[0]], np.int32)
-    cut = tokens[: spec.sampling.max_new_tokens]
+    cut = tokens[: spec.training.sampling.max_new_tokens]
     nothing = np.zeros(len(cut), np.float32)
     return Completion(
         tokens=cut,
@@ -156,9 +156,9 @@ def labelled_text(prompt: Prompt) -> tuple[str, bool]:
 
 
 def completion_text(prompt: Prompt, column: str | None) -> str:
-    """A row's completion: the named column, or else `completion`, or else the reference answer.
+    """A row's completion: the named column, or else `completion`, or else the row's answer.
 
-    Raises ValueError if the column does not exist, or is not text, or if the reference is only a part of a longer text.
+    Raises ValueError if the column does not exist, or is not text, or if the answer is only a part of a longer text.
     """
     row = {"answer": prompt.answer, **prompt.metadata}
     if column is not None and column not in row:
@@ -167,7 +167,7 @@ def completion_text(prompt: Prompt, column: str | None) -> str:
     if column is None and text is None:
         if prompt.within:
             raise ValueError(
-                f"prompt {prompt.id}: its reference {prompt.answer!r:.80} is a part of column {prompt.within!r}; set"
+                f"prompt {prompt.id}: its answer {prompt.answer!r:.80} is a part of column {prompt.within!r}; set"
                 f" tasks.completion to {prompt.within} to learn the whole text, or to a column with the completion"
             )
         text = prompt.answer

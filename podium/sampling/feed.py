@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 
-from podium.config.teacher import template_names
+from podium.config.message_template import template_names
 from podium.models.text.chat_format import Message
 from podium.models.text.tokenizer import Tokenizer
 from podium.plain import clean_texts
@@ -13,8 +13,6 @@ from podium.sampling.conversations.dialogue import Dialogue, with_calls
 from podium.sampling.privileged import privileged_messages
 from podium.tasks.conversations.environment_forms import Conversing, conversing
 from podium.tasks.mixture import TaskMixture, TaskPrompt
-
-PRIVILEGED = "teacher.max_prompt_tokens"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ class Feed:
             passed.add((prompt.task, prompt.prompt.id))
             if len(passed) == sum(self.tasks.num_prompts().values()):
                 limit, own = self.spec.max_tokens, self.spec.privileged
-                also = "" if own is None else f", or in {PRIVILEGED} {own.max_tokens} as the teacher reads it"
+                also = "" if own is None else f", or in {own.key} {own.max_tokens} as the {own.role} reads it"
                 raise ValueError(f"no prompt fits in rollout.max_prompt_tokens {limit}{also}; raise it")
         return prompts
 
@@ -93,7 +91,7 @@ class Feed:
     def _encode(self, prompt: TaskPrompt, number: int) -> EncodedPrompt | None:
         encoded = self.encode(prompt, request_seed(self.spec.seed, "train", number))
         own = self.spec.privileged
-        if encoded is None or (own and not self._fits(prompt, self.privileged(prompt), PRIVILEGED, own.max_tokens)):
+        if encoded is None or (own and not self._fits(prompt, self.privileged(prompt), own.key, own.max_tokens)):
             return None
         return dataclasses.replace(encoded, number=number)
 
@@ -109,21 +107,21 @@ class Feed:
         return len(self._tokens(prompt, prompt_messages(prompt)))
 
     def privileged(self, prompt: TaskPrompt) -> tuple[int, ...]:
-        """The tokens of a prompt as a teacher with its own prompts reads it.
+        """The tokens of a prompt as a model with its own prompts reads it.
 
         Raises ValueError if it cannot be made from the prompt's row.
         """
-        assert self.spec.privileged is not None, "the teacher has its own prompts"
-        messages = privileged_messages(self.spec.privileged.template, prompt.prompt, prompt_messages(prompt))
+        assert self.spec.privileged is not None, "a model has its own prompts"
+        messages = privileged_messages(self.spec.privileged, prompt.prompt, prompt_messages(prompt))
         return self._tokens(prompt, messages)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of tasks' data that the teacher's own prompts are made from."""
+        """The columns of tasks' data that a model's own prompts are made from."""
         return () if self.spec.privileged is None else template_names(self.spec.privileged.template)
 
     def check(self) -> None:
-        """Raise ValueError if the teacher's own prompt, if it has one, cannot be made from the first row of a task."""
+        """Raise ValueError if a model's own prompt, if one has any, cannot be made from the first row of a task."""
         for prompt in self.tasks.first_prompts() if self.spec.privileged is not None else ():
             self.privileged(prompt)
 

@@ -21,9 +21,9 @@ from podium.models.text.tokenizer import Tokenizer
 from podium.observe.stats import EnvironmentStats
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
-from podium.rollout.request import Request, RolloutStats, SamplingParams
+from podium.rollout.request import Request, RolloutStats
 from podium.run.resolve import host_share
-from podium.run.run_spec import RolloutSpec
+from podium.run.run_spec import AnswerSettings, RolloutSpec
 from podium.sampling.conversations.carry import Pending, Position, drawn_lengths
 from podium.sampling.conversations.episodes import Episodes
 from podium.sampling.demonstrations import Demonstrations
@@ -37,32 +37,6 @@ from podium.tasks.conversations.environments import Environments
 from podium.tasks.grading import Grader
 from podium.tasks.mixture import TaskPrompt
 from podium.terminal import harmless
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AnswerSettings:
-    """How to answer prompts."""
-
-    sampling: SamplingParams
-    completions: int
-    """Completions per prompt, the greedy one included."""
-    max_refills: int = 0
-    """Maximum number of times that prompts with equal rewards are replaced by the next prompts of the run."""
-    zero_variance_metric: str | None = None
-    """Part of the reward that decides whether rewards are equal; None: their total."""
-    in_flight: int = 0
-    """Prompts to answer at the same time, at least those requested; the others continue in the next step."""
-
-    @classmethod
-    def of_training(cls, spec: RolloutSpec) -> "AnswerSettings":
-        """Those of a run's steps."""
-        return cls(
-            sampling=spec.sampling,
-            completions=spec.completions,
-            max_refills=spec.max_refills,
-            zero_variance_metric=spec.zero_variance_metric,
-            in_flight=spec.in_flight,
-        )
 
 
 class FailingEnvironmentError(ValueError):
@@ -148,7 +122,7 @@ class Sampler:
         self.grader = Grader(
             tasks,
             spec.grading,
-            max_new_tokens=spec.sampling.max_new_tokens,
+            max_new_tokens=spec.training.sampling.max_new_tokens,
             replies=None if folder is None else folder / f"judged-{jax.process_index()}.jsonl",
         )
         self.episodes = Episodes(
@@ -249,7 +223,7 @@ class Sampler:
             Interrupted: the run must stop now; raised on all hosts.
         """
         start, carries, exchange = time.perf_counter(), settings is None, self.exchange
-        settings = settings or AnswerSettings.of_training(self.spec)
+        settings = settings or self.spec.training
         refill, held = Refill(settings, prompts), EnvironmentStats()
         pending = [*(self.partial.pending if carries else ()), *(Pending(prompt=prompt) for prompt in prompts)]
         while True:
@@ -337,7 +311,7 @@ class Sampler:
         self.engine.unload()
 
     def _scored(self, groups: list[Group], stats: RolloutStats) -> tuple[list[Group], RolloutStats]:
-        """The groups with the scores of all reward models; the engine's weights and cache stay where they are."""
+        """The groups with the scores of all models that grade; the engine's weights and cache stay where they are."""
         if not self._scorers:
             return groups, stats
         start, too_long = time.perf_counter(), 0

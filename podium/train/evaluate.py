@@ -22,12 +22,13 @@ from podium.observe.text import shown
 from podium.rollout.request import RolloutStats
 from podium.run.answering import evaluation_sampling
 from podium.run.resolve import resolve_recipe, resolve_rollout, resolve_update
+from podium.run.run_spec import AnswerSettings
 from podium.sampling.feed import request_seed
 from podium.sampling.groups import Group
 from podium.sampling.prompt_lengths import check_prompt_lengths, with_prompt_tokens
-from podium.sampling.sampler import AnswerSettings, FailingEnvironmentError, Sampler
+from podium.sampling.sampler import FailingEnvironmentError, Sampler
 from podium.tasks.mixture import TaskPrompt
-from podium.train.reward_models import load_reward_models
+from podium.train.grading_models import load_grading_models
 from podium.train.setup import Model, load_parts, make_model
 
 Z_95 = 1.959963984540054
@@ -154,7 +155,7 @@ def opened_rollouts(
     model = make_model(config)
     update = resolve_update(config, recipe, model.machine, model.mesh.shape)
     spec = resolve_rollout(config, recipe, model.decoder, model.machine)
-    models = load_reward_models(spec, update, model.mesh)
+    models = load_grading_models(spec, update, model.mesh)
     with contextlib.closing(Sampler(spec, model.decoder, model.tokenizer, model.mesh, scorers=models)) as rollouts:
         yield model, rollouts
 
@@ -235,7 +236,7 @@ def _answers(
     asked = [each for each in encoded if each is not None]
     if not asked:
         raise ValueError(f"{task}: no evaluation question fits in rollout.max_prompt_tokens; raise it")
-    sampling = evaluation_sampling(rollouts.spec.sampling, rollouts.spec.evaluation, greedy=greedy)
+    sampling = evaluation_sampling(rollouts.spec.training.sampling, rollouts.spec.evaluation, greedy=greedy)
     groups, stats = rollouts.answer(asked, AnswerSettings(sampling=sampling, completions=completions))
     if any(transcript.finish_reason == "failed" for group in groups for transcript in group.transcripts):
         raise FailingEnvironmentError(

@@ -7,8 +7,9 @@ from pathlib import Path
 from podium.config.schema import Config
 from podium.files import as_path, to_json
 from podium.hosts.same_inputs import model_files
+from podium.run.run_spec import AnswerSettings
 from podium.sampling.feed import request_seed
-from podium.sampling.sampler import AnswerSettings, FailingEnvironmentError, Sampler
+from podium.sampling.sampler import FailingEnvironmentError, Sampler
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.pass_rates import Measured, PassRate, PassRates, digest_of, read_pass_rates
 from podium.train.evaluate import opened_rollouts
@@ -47,7 +48,7 @@ def measure(model: Model, rollouts: Sampler, path: Path, samples: int) -> PassRa
     If an interruption left a file, only the prompts that it lacks are answered. Prints a line after every
     PROMPTS_AT_ONCE prompts. Raises ValueError if the file is of another model, other data or another number of samples.
     """
-    tasks, sampling = rollouts.feed.tasks, rollouts.spec.sampling
+    tasks, sampling = rollouts.feed.tasks, rollouts.spec.training.sampling
     for line in rollouts.check(tasks.first_prompts()):
         print(line)
     prompts = tasks.train_prompts()

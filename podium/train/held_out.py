@@ -15,7 +15,7 @@ from podium.train.trainer import Trainer
 
 
 def held_out_preferences(feed: Feed, spec: RunSpec, trainer: Trainer, state: TrainState) -> PreferenceStats:
-    """Score the evaluation rows of all tasks that fit, as many as `eval.questions` of each, under policy and reference.
+    """Score the evaluation rows of all tasks that fit, as many as `eval.questions` of each.
 
     Nothing is sampled; batches are no larger than those of updates, so no program is compiled again.
 

@@ -1,4 +1,4 @@
-"""A model beside the policy that is trained, such as a critic: its programs, and its updates of a step.
+"""A model beside the policy that is trained: its programs, and its updates of a step.
 
 `TrainState.models` has its state, under the name of its role.
 """

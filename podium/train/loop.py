@@ -91,12 +91,12 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
             around.phase("update")
             rollouts.unload()  # free the rollout weights; the update needs the memory
             batches, batched = trainer.prepare(state, made.groups, made.demonstrations)  # samples, scores, advantages
-            state, updated = trainer.update(state, batches, step, charged=batched.reward_kl)
+            state, updated = trainer.update(state, batches, step, penalty=batched.penalty)
             done = step + 1
             saving.reached(done, state, rollouts.position)
             evaluates = evaluation_due(spec, done)
             sync_s = rollouts.load(state.params, version=done) if evaluates or source.draws else 0.0
-            run.recorder.write(done, made.groups, made.stats, batched, updated, sync_s, made.environments)
+            run.recorder.write(done, made, batched, updated, sync_s)
             run.profiler.end(done)
             score = evaluate_now(run, state, done) if evaluates else None
             stopping = around.stop.requested is not None
@@ -115,7 +115,7 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
 def evaluate_at_start(run: RunParts, state: TrainState, done: int) -> None:
     """Evaluate a new run's initial model; in a resumed run, make up for an evaluation that was due and not recorded."""
     if not done:
-        if run.spec.evaluation.at_start:
+        if run.spec.rollout.evaluation.at_start:
             evaluate_now(run, state, done)
         return
     run.around.say(f"continuing after step {done}")
@@ -127,8 +127,8 @@ def evaluate_at_start(run: RunParts, state: TrainState, done: int) -> None:
 
 def evaluation_due(spec: RunSpec, step: int) -> bool:
     """Whether the weights after this step should be evaluated."""
-    every = spec.evaluation.every_steps
-    return bool((every and step % every == 0) or (step == spec.steps and spec.evaluation.at_end))
+    every = spec.rollout.evaluation.every_steps
+    return bool((every and step % every == 0) or (step == spec.steps and spec.rollout.evaluation.at_end))
 
 
 def evaluate_now(run: RunParts, state: TrainState, step: int) -> float:

@@ -34,12 +34,13 @@ from podium.train.checkpoints.checkpoint import Checkpointer
 from podium.train.checkpoints.saving import SaveTimer, Saving
 from podium.train.checkpoints.step_files import newest_whole_step
 from podium.train.first_state import POLICY, Origin, make_optimizers
+from podium.train.grading_models import GradingModel, load_grading_models
 from podium.train.profile import Profiler, Window
 from podium.train.recorder import OnStep, PlanCheck, Recorder
-from podium.train.reward_models import RewardModel, load_reward_models
 from podium.train.scorers import LoadedRole, OwnPrompts
-from podium.train.setup import Model, StoredWeights, make_model, make_role_model, make_train_settings, run_spec
+from podium.train.setup import Model, StoredWeights, make_model, make_role_model, run_spec
 from podium.train.state import TrainState
+from podium.train.step import TrainSettings
 from podium.train.surroundings import Surroundings, open_run_dir, open_surroundings
 from podium.train.trainer import Trainer
 
@@ -88,7 +89,7 @@ def open_run(
         beside = {role.name: make_role_model(role, policy) for role in spec.scoring_models}
         if check is not None and (line := check.begin(spec, run_dir.path if jax.process_index() == 0 else None)):
             around.say(line)
-        graders = load_reward_models(spec.rollout, spec.update, policy.mesh)
+        graders = load_grading_models(spec.rollout, spec.update, policy.mesh)
         rollouts = resources.enter_context(contextlib.closing(open_sampler(spec, policy, graders, around)))
         source = make_source(spec, rollouts)
         # Before the weights are read and anything is compiled, so that bad data is reported early.
@@ -144,7 +145,7 @@ def open_policy(config: Config, recipe: Recipe | None, around: Surroundings) -> 
     return policy, spec
 
 
-def open_sampler(spec: RunSpec, policy: Model, graders: Sequence[RewardModel], around: Surroundings) -> Sampler:
+def open_sampler(spec: RunSpec, policy: Model, graders: Sequence[GradingModel], around: Surroundings) -> Sampler:
     """Start what answers and grades the run's prompts."""
     return Sampler(
         spec.rollout,
@@ -165,7 +166,9 @@ def make_source(spec: RunSpec, rollouts: Sampler) -> Source:
     return rollouts
 
 
-def check_inputs(policy: Model, beside: Mapping[str, Model], graders: Sequence[RewardModel], rollouts: Sampler) -> None:
+def check_inputs(
+    policy: Model, beside: Mapping[str, Model], graders: Sequence[GradingModel], rollouts: Sampler
+) -> None:
     """Check that all hosts read the same models and questions, and that the data is of this model.
 
     Raises ValueError if they do not, or it is not.
@@ -189,7 +192,7 @@ def check_data(spec: RunSpec, rollouts: Sampler, around: Surroundings) -> None:
 
     Raises ValueError if it cannot.
     """
-    feed, evaluation = rollouts.feed, spec.evaluation
+    feed, evaluation = rollouts.feed, spec.rollout.evaluation
     if spec.recipe.demonstrations:
         check_demonstrations(feed.tasks, spec.rollout, feed.tokenizer, form=spec.recipe.data_form)
     else:
@@ -286,7 +289,7 @@ def open_trainer(origin: Origin, feed: Feed, folder: Path) -> Trainer:
         )
     return Trainer(
         spec.recipe,
-        make_train_settings(spec.update, spec.decoder, weights.mesh),
+        TrainSettings(spec.decoder, weights.mesh, spec.update),
         origin.optimizers[POLICY],
         sizes=spec.batch,
         schedule=spec.optimizer,
@@ -296,7 +299,7 @@ def open_trainer(origin: Origin, feed: Feed, folder: Path) -> Trainer:
     )
 
 
-def say_what_was_chosen(spec: RunSpec, graders: Sequence[RewardModel], feed: Feed, around: Surroundings) -> None:
+def say_what_was_chosen(spec: RunSpec, graders: Sequence[GradingModel], feed: Feed, around: Surroundings) -> None:
     """Print the choices that the config leaves to the machine, what LoRA trains, and how answers are graded."""
     if (lora := spec.decoder.lora) is not None:
         around.say(lora_line(lora, spec.decoder, spec.optimizer.settings.learning_rate))

@@ -34,6 +34,7 @@ from podium.observe.stats import (
     ConversationStats,
     EnvironmentStats,
     LevelStats,
+    StepSeconds,
     StepStats,
     UpdateStats,
 )
@@ -41,7 +42,7 @@ from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
 from podium.run.run_spec import RunSpec
 from podium.sampling.feed import Feed
-from podium.sampling.groups import Group
+from podium.sampling.groups import Group, StepGroups
 from podium.train.evaluate import Evaluation
 from podium.train.surroundings import Surroundings
 
@@ -101,33 +102,19 @@ class Recorder:
         """Start the clock of a step, which `write` stops; `checkpoint_s` is how long saving the previous step took."""
         self._clock.begin(checkpoint_s)
 
-    def write(
-        self,
-        step: int,
-        groups: list[Group],
-        rolled: RolloutStats,
-        batched: BatchStats,
-        updated: UpdateStats,
-        sync_s: float,
-        held: EnvironmentStats | None = None,
-    ) -> None:
+    def write(self, step: int, made: StepGroups, batched: BatchStats, updated: UpdateStats, sync_s: float) -> None:
         """Record a finished step; `step` is the number of steps done. On several hosts, all must call this.
 
-        `held` is what environments did, if there are any. Raises SamplerGapError if the step's gap is above
-        `rollout.max_logprob_gap`; the step is recorded then.
+        `made` are its groups, and `sync_s` is how long handing the new weights to the rollout took. Raises
+        SamplerGapError if the step's gap is above `rollout.max_logprob_gap`; the step is recorded then.
         """
-        clock = self._clock
-        clock.end()
+        groups, rolled, held = made.groups, made.stats, made.environments
         stats = StepStats(
             completions=completion_stats(groups),
             rolled=rolled,
             batched=batched,
             updated=updated,
-            step_s=clock.step_s,
-            cpu_s=clock.cpu_s,
-            sync_s=sync_s,
-            checkpoint_s=clock.checkpoint_s,
-            mean_step_s=clock.mean_step_s,
+            seconds=self._clock.end(sync_s),
             carried=carry_stats(groups, rolled.drawn_lengths) if self.spec.rollout.settings.in_flight > 1 else None,
             conversations=None if held is None else conversation_stats(groups, held),
             levels=self._level_stats(groups),
@@ -230,25 +217,26 @@ class _StepClock:
     """Measures the time of each step."""
 
     def __init__(self) -> None:
-        self._start = self._cpu_start = self.step_s = self.cpu_s = 0.0
-        self.checkpoint_s: float | None = None
-        """How long saving the previous step took."""
+        self._start = self._cpu_start = 0.0
+        self._checkpoint_s: float | None = None
         self._last: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
 
     def begin(self, checkpoint_s: float | None) -> None:
-        """Start a step."""
-        self.checkpoint_s = checkpoint_s
+        """Start a step; `checkpoint_s` is how long saving the previous one took."""
+        self._checkpoint_s = checkpoint_s
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
-    def end(self) -> None:
-        """Stop it: sets `step_s` and `cpu_s`."""
-        self.step_s, self.cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
-        self._last.append(self.step_s)
-
-    @property
-    def mean_step_s(self) -> float | None:
-        """The mean of the last STEPS_AVERAGED steps; None before there are so many."""
-        return float(np.mean(self._last)) if len(self._last) == STEPS_AVERAGED else None
+    def end(self, sync_s: float) -> StepSeconds:
+        """End the step, in which handing the weights to the rollout took `sync_s`."""
+        step_s, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
+        self._last.append(step_s)
+        return StepSeconds(
+            step_s=step_s,
+            cpu_s=cpu_s,
+            sync_s=sync_s,
+            checkpoint_s=self._checkpoint_s,
+            mean_step_s=float(np.mean(self._last)) if len(self._last) == STEPS_AVERAGED else None,
+        )
 
 
 def completion_stats(groups: Sequence[Group]) -> CompletionStats:

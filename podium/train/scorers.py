@@ -20,7 +20,7 @@ from podium.algorithms.recipes import (
     Recipe,
     score_name,
 )
-from podium.config.imports import imported
+from podium.config.imports import imported, is_path
 from podium.hosts.distributed import on_host
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.choices import unknown_choice
@@ -30,7 +30,7 @@ from podium.tasks.mixture import TaskPrompt
 from podium.train.batches.batch import Batch, make_batch, take
 from podium.train.batches.samples import Sample
 from podium.train.step import (
-    TEACHER_HEAD,
+    TAUGHT_HEAD,
     CompiledScore,
     ScoreProgram,
     TrainSettings,
@@ -140,12 +140,14 @@ def make_role_program(role: Role, settings: TrainSettings) -> CompiledScore:
 def role_settings(role: Role, settings: TrainSettings) -> TrainSettings:
     """The trainer's settings with a role's decoder; a head of one number per token is not fused."""
     own = settings._replace(decoder=role.decoder)
-    return own if role.decoder.scores == "none" else own._replace(head="chunked")
+    return (
+        own if role.decoder.scores == "none" else own._replace(update=dataclasses.replace(own.update, head="chunked"))
+    )
 
 
 def compared_head(params: Mapping[str, A]) -> dict[str, A]:
     """The matrix from hidden states to logits, [V, D], of a model whose distributions updates compare, by its name."""
-    return {TEACHER_HEAD: params.get("head", params["embed"])}
+    return {TAUGHT_HEAD: params.get("head", params["embed"])}
 
 
 def _make(need: str, settings: TrainSettings, score: ScoreProgram, entropy: ScoreProgram | None) -> Scorer:
@@ -155,9 +157,8 @@ def _make(need: str, settings: TrainSettings, score: ScoreProgram, entropy: Scor
             return Scorer(name=ENTROPY, decoder=settings.decoder, params=None, program=program)
         case "old_logprobs":
             return Scorer(name=OLD_LOGPROBS, decoder=settings.decoder, params=None, program=score)
-        case "reference_logprobs":
-            raise AssertionError("a recipe that compares with the reference is given it")
         case _:
+            assert is_path(need), f"no model of the run has the scores {need}"
             return _imported_scorer(need, settings)
 
 

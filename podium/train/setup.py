@@ -26,12 +26,11 @@ from podium.observe.run_dir import Fork
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
 from podium.run.roles import decoder_of_run
-from podium.run.run_spec import SCORE, OptimizerSpec, Role, RunSpec, UpdateSpec
+from podium.run.run_spec import SCORE, OptimizerSpec, Role, RunSpec
 from podium.sharding import Params, ShardingRules, abstract_params, init_params, make_mesh
 from podium.train.checkpoints.checkpoint import restore_params
 from podium.train.optimizer.offload import check_host_memory
 from podium.train.optimizer.transforms import make_optimizer
-from podium.train.step import TrainSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,25 +100,6 @@ def make_role_model(role: Role, policy: Model) -> Model:
 def run_spec(config: Config, decoder: DecoderConfig, mesh: Mesh, recipe: Recipe | None = None) -> RunSpec:
     """Resolve a config for the devices of a mesh; as `resolve`."""
     return resolve(config, decoder, machine_of(mesh), mesh=dict(mesh.shape), recipe=recipe)
-
-
-def make_train_settings(update: UpdateSpec, decoder: DecoderConfig, mesh: Mesh) -> TrainSettings:
-    """The settings that the trainer's compiled programs share."""
-    return TrainSettings(
-        decoder=decoder,
-        mesh=mesh,
-        dtype=jnp.dtype(update.dtype),
-        temperature=update.temperature,
-        remat=update.remat,
-        head=update.head,
-        head_chunk_tokens=update.head_chunk_tokens,
-        attention=update.attention,
-        row_groups=update.row_groups,
-        replay_routing=update.replay_routing,
-        reduce_dtype=jnp.dtype(update.reduce_dtype),
-        tokens=update.tokens_per_gather,
-        head_dtype=None if update.head_dtype is None else jnp.dtype(update.head_dtype),
-    )
 
 
 def make_run_optimizer(optimizer: OptimizerSpec, decoder: DecoderConfig) -> optax.GradientTransformation:

@@ -19,12 +19,9 @@ from jax.sharding import NamedSharding
 from podium.algorithms.advantages import RETURNS, VALUES
 from podium.algorithms.controllers import ENTROPY_BONUS, KL_COEF, first_coefs, loss_coefs
 from podium.algorithms.losses import Tokens, entropy_loss, policy_loss, value_loss
-from podium.algorithms.recipes import LIKELIHOOD, TEACHER_HIDDEN, Recipe
+from podium.algorithms.recipes import LIKELIHOOD, TAUGHT_HIDDEN, Recipe
 from podium.algorithms.routers import router_loss, router_stats
 from podium.compiler import Lowerable, compiler_options
-from podium.config.attention_blocks import Backend
-from podium.config.head import HeadKind
-from podium.config.schema import Remat
 from podium.models.architecture import DecoderConfig
 from podium.models.attention.mask import Visibility, packed_rows
 from podium.models.attention.packed_attention import row_attention
@@ -36,7 +33,7 @@ from podium.models.logprobs import HeadSettings, Taught, TokenLogprobs, token_lo
 from podium.models.packed_delta_rule import row_recurrence
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, trained_specs
 from podium.models.recorded_experts import balances, recorded_choices
-from podium.run.run_spec import BatchSizes
+from podium.run.run_spec import BatchSizes, UpdateSpec
 from podium.sharding import Params, ShardingRules, abstract_params, to_devices
 from podium.train.batches.batch import Batch, make_batch
 from podium.train.optimizer.offload import Offloaded, apply_gradients
@@ -45,14 +42,14 @@ from podium.train.state import TrainState, abstract_state
 Metrics = dict[str, jax.Array]
 
 
-TEACHER_HEAD = "teacher_head"
-"""The name of a teacher's head [V, D] among the weights that an update is given as `frozen`."""
+TAUGHT_HEAD = "taught_head"
+"""The name of the head [V, D] of a `Role.compared` among the weights that an update is given as `frozen`."""
 
 
 class ScoreProgram(Protocol):
     """`(params, batch) -> [K, B, T]` float32: scores each target of a batch, without gradient.
 
-    A teacher's may return hidden states instead, [K, B, T, D].
+    That of a `Role.compared` returns hidden states instead, [K, B, T, D].
     """
 
     def __call__(self, params: Params, batch: Batch[jax.Array], /) -> jax.Array:
@@ -79,21 +76,16 @@ class CompiledTrainStep(TrainStep, Lowerable, Protocol):
 
 
 class TrainSettings(NamedTuple):
-    """Settings that a run's compiled programs share, fixed before they are traced."""
+    """What a run's compiled programs share, fixed before they are traced."""
 
     decoder: DecoderConfig
     mesh: jax.sharding.Mesh
-    dtype: jnp.dtype
-    temperature: float  # of the softmax, equal to the sampler's
-    remat: Remat
-    head_chunk_tokens: int
-    attention: Backend = "blocks"
-    head: HeadKind = "chunked"
-    row_groups: int = 1  # groups of rows that a layer computes one after another
-    replay_routing: bool = True  # whether tokens go to the experts that the sampler chose
-    reduce_dtype: jnp.dtype = jnp.dtype(jnp.float32)  # of gradients between devices, and of the head's over chunks
-    head_dtype: jnp.dtype | None = None  # of the head's operands; None: `dtype`
-    tokens: int = 0  # `tokens_per_gather` of the config
+    update: UpdateSpec
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Number format of activations and of the weights' copies during a layer's computation."""
+        return jnp.dtype(self.update.dtype)
 
     def options(self, *, offloaded: bool = False, tokens: int = 0) -> dict[str, str]:
         """Compiler options for a program with these settings; arguments as for `compiler_options`."""
@@ -156,7 +148,7 @@ def make_hidden(settings: TrainSettings) -> CompiledScore:
 
 
 def make_values(settings: TrainSettings) -> CompiledScore:
-    """The jitted `(params, batch) -> values [K, B, T]` of a critic, before each target is drawn; without gradient."""
+    """The jitted `(params, batch) -> values [K, B, T]` before each target is drawn, without gradient."""
     return _each_micro_batch(settings, functools.partial(_values, settings))
 
 
@@ -201,8 +193,8 @@ def make_train_step(
 ) -> CompiledTrainStep:
     """The jitted update of the policy, as `_make_update` makes it from the recipe's loss.
 
-    `frozen` are weights that never change and are not in the state: with LoRA, all but the adapters; and TEACHER_HEAD,
-    with a teacher whose whole distribution is learned, unless its head is the policy's frozen one.
+    `frozen` are weights that never change and are not in the state: with LoRA, all but the adapters; and TAUGHT_HEAD,
+    if the whole distributions of another model are learned, unless its head is the policy's frozen one.
     """
     return _make_update(settings, functools.partial(_loss, settings, recipe), optimizer)
 
@@ -210,7 +202,7 @@ def make_train_step(
 def make_value_step(
     settings: TrainSettings, optimizer: optax.GradientTransformation, *, clip: float | None
 ) -> CompiledTrainStep:
-    """The jitted update of a critic, whose batches have VALUES and RETURNS among their scores."""
+    """The jitted update of a model of values, whose batches have VALUES and RETURNS among their scores."""
     return _make_update(settings, functools.partial(_value_loss, settings, clip), optimizer)
 
 
@@ -262,7 +254,9 @@ def _make_update(settings: TrainSettings, loss_of: _Loss, optimizer: optax.Gradi
         train_step,
         donate_argnames="state",
         out_shardings=(state_shardings, None),
-        compiler_options=settings.options(offloaded=isinstance(optimizer, Offloaded), tokens=settings.tokens),
+        compiler_options=settings.options(
+            offloaded=isinstance(optimizer, Offloaded), tokens=settings.update.tokens_per_gather
+        ),
     )
 
 
@@ -270,8 +264,8 @@ def _loss(
     settings: TrainSettings, recipe: Recipe, params: Params, frozen: Params, batch: Batch[jax.Array]
 ) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
     """A micro-batch's contribution to the loss, with its statistics as sums over tokens and as maxima."""
-    teacher = recipe.teacher if TEACHER_HIDDEN in batch.scores else None
-    scored, routers = _logprobs(settings, params | frozen, batch, reverse=1.0 if teacher is None else teacher.reverse)
+    reverse = 1.0 if recipe.teaching is None else recipe.teaching.reverse
+    scored, routers = _logprobs(settings, params | frozen, batch, reverse=reverse)
     tokens = Tokens(
         scored.logprobs,
         old_logprobs=batch.sampled_logprobs,
@@ -280,11 +274,9 @@ def _loss(
         mask=batch.mask,
         scores=batch.scores,
         prompts=batch.prompts,
+        divergence=scored.divergence,
     )
     losses, stats = policy_loss(recipe, tokens, kl_coef=batch.coefs.get(KL_COEF))
-    if teacher is not None and scored.divergence is not None:
-        losses += teacher.weight * scored.divergence
-        stats = stats | {"kl_teacher": jax.lax.stop_gradient(scored.divergence)}
     loss = jnp.sum(losses * batch.weights)
     bonus = batch.coefs.get(ENTROPY_BONUS, recipe.entropy_bonus or None)
     if bonus is not None:
@@ -314,7 +306,7 @@ def _loss(
 def _value_loss(
     settings: TrainSettings, clip: float | None, params: Params, frozen: Params, batch: Batch[jax.Array]
 ) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
-    """A micro-batch's contribution to a critic's loss, a mean over the batch's trained tokens; like `_loss`."""
+    """A micro-batch's contribution to the loss of values, a mean over the batch's trained tokens; like `_loss`."""
     values = _values(settings, params | frozen, batch)
     found = value_loss(values, batch.scores[VALUES], batch.scores[RETURNS], clip=clip)
     losses = found.values * batch.mask / jnp.maximum(batch.num_tokens, 1.0)
@@ -323,7 +315,7 @@ def _value_loss(
 
 
 def _values(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) -> jax.Array:
-    """A critic's values at a micro-batch's targets, [B, T] float32; it chooses its experts by itself."""
+    """Values at a micro-batch's targets, [B, T] float32; their model chooses its experts by itself."""
     hidden, _ = _hidden(settings, params, dataclasses.replace(batch, choices=None))
     return token_scores(params, hidden, settings.decoder, settings.computing)
 
@@ -361,8 +353,8 @@ def abstract_scored(sizes: BatchSizes, recipe: Recipe, settings: TrainSettings, 
     batch = abstract_batch(make_batch([], sizes)[0], rules)
     logprobs = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32, sharding=batch.tokens.sharding)
     scores = dict.fromkeys(recipe.loss_scores, logprobs)
-    if TEACHER_HIDDEN in scores:
-        scores[TEACHER_HIDDEN] = jax.ShapeDtypeStruct(
+    if TAUGHT_HIDDEN in scores:
+        scores[TAUGHT_HIDDEN] = jax.ShapeDtypeStruct(
             (*batch.tokens.shape, width),
             activation_dtype(rules, settings.dtype),
             sharding=rules.sharding(None, "batch", "tokens", None),
@@ -388,26 +380,26 @@ def _logprobs(
 ) -> tuple[TokenLogprobs, list[Balance]]:
     """Log-probabilities and entropies of a micro-batch's targets, and how routers shared out its tokens, if any.
 
-    With a teacher's hidden states in the scores, also the divergence to it (`token_logprobs`).
+    With the hidden states of a `Role.compared` in the scores, also the divergence to it (`token_logprobs`).
     """
-    rules, wide = settings.computing, settings.reduce_dtype == jnp.float32
+    rules, update = settings.computing, settings.update
     hidden, routers = _hidden(settings, params, batch)
-    dtype, taught = settings.head_dtype or settings.dtype, None
-    if TEACHER_HIDDEN in batch.scores:
-        own = params.get(TEACHER_HEAD, params.get("head", params["embed"]))
+    dtype, taught = jnp.dtype(update.head_dtype or update.dtype), None
+    if TAUGHT_HIDDEN in batch.scores:
+        own = params.get(TAUGHT_HEAD, params.get("head", params["embed"]))
         head = head_weights({"embed": own}, rules, dtype)
-        assert isinstance(head, jax.Array), "a teacher's head has no gradient"
-        taught = Taught(batch.scores[TEACHER_HIDDEN], head)
+        assert isinstance(head, jax.Array), "a compared head has no gradient"
+        taught = Taught(batch.scores[TAUGHT_HIDDEN], head)
     scored = token_logprobs(
         hidden,
-        head_weights(params, rules, dtype, wide=wide and settings.decoder.lora is None),
+        head_weights(params, rules, dtype, wide=update.reduce_dtype == "float32" and settings.decoder.lora is None),
         batch.targets,
         HeadSettings(
-            temperature=settings.temperature,
-            chunk=settings.head_chunk_tokens,
+            temperature=update.temperature,
+            chunk=update.head_chunk_tokens,
             rules=rules,
-            remat=settings.remat != "none",
-            kind=settings.head,
+            remat=update.remat != "none",
+            kind=update.head,
             reverse=reverse,
         ),
         taught,
@@ -427,7 +419,7 @@ def _hidden(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) ->
         visibility: Visibility, at: At, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[Visibility, jax.Array]:
         own = dataclasses.replace(visibility, window=at.window)
-        return visibility, row_attention(settings.attention, own, rules)(q, k, v, at.sinks)
+        return visibility, row_attention(settings.update.attention, own, rules)(q, k, v, at.sinks)
 
     def recur(rows: Packed, at: At, initial: States, advance: Advance) -> tuple[Packed, jax.Array]:
         return rows, advance.packed(rows, row_recurrence(rules, initial[-1].shape[1:]))
@@ -447,10 +439,10 @@ def _hidden(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) ->
             config=settings.decoder,
             rules=rules,
             dtype=settings.dtype,
-            remat=settings.remat,
-            groups=settings.row_groups,
-            wide=settings.reduce_dtype == jnp.float32,
-            replay=settings.replay_routing,
+            remat=settings.update.remat,
+            groups=settings.update.row_groups,
+            wide=settings.update.reduce_dtype == "float32",
+            replay=settings.update.replay_routing,
         ),
     )
     return hidden, balances(told)

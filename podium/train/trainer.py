@@ -11,10 +11,10 @@ import numpy as np
 import optax
 
 from podium.algorithms.controllers import KL_COEF, Coefs, after_step, after_update, loss_coefs
-from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
+from podium.algorithms.recipes import TAUGHT_HIDDEN, Recipe
 from podium.compile_ahead import Call, CompileAhead
 from podium.hosts.distributed import is_leader, on_host
-from podium.observe.stats import BatchStats, LearnerStats, RewardKl, UpdateStats
+from podium.observe.stats import BatchStats, LearnerStats, RewardPenalty, UpdateStats
 from podium.run.run_spec import SCORE, BatchSizes, OptimizerSpec
 from podium.sampling.groups import Group
 from podium.sharding import Params, to_devices
@@ -91,7 +91,7 @@ class Trainer:
 
         They are the frozen ones, and the head of a model whose whole distributions are compared with the policy's.
         """
-        compared = next((each.params for each in self.scorers if each.name == TEACHER_HIDDEN), None)
+        compared = next((each.params for each in self.scorers if each.name == TAUGHT_HIDDEN), None)
         if compared is None or compared is self.frozen:  # which have the head
             return self.frozen
         return self.frozen | compared_head(compared)
@@ -102,7 +102,7 @@ class Trainer:
         Each call waits for its own program. All others are compiled at their first call: those of entropies, of frozen
         models of other architectures, and of a user's scorers.
         """
-        width = next((each.decoder.width for each in self.scorers if each.name == TEACHER_HIDDEN), 0)
+        width = next((each.decoder.width for each in self.scorers if each.name == TAUGHT_HIDDEN), 0)
         scored = abstract_scored(self.sizes, self.recipe, self.settings, width=width)
         plain = abstract_batch(make_batch([], self.sizes)[0], self.settings.computing)
         alone = at_schedule_step(dataclasses.replace(state, models={}, coefs={}), 0)
@@ -159,7 +159,7 @@ class Trainer:
         batches: Sequence[Batch[jax.Array]],
         step: int,
         *,
-        charged: RewardKl | None = None,
+        penalty: RewardPenalty | None = None,
     ) -> tuple[TrainState, UpdateStats]:
         """Run the updates of a step on the batches of `prepare`, as often as the recipe says; the policy's last.
 
@@ -167,7 +167,7 @@ class Trainer:
 
         The learning rate follows the run's schedule: each step owns a share of it, and its updates have the last rates
         of that share, however many updates there are. The state is donated; without batches it is returned unchanged.
-        Steps are counted from 0. `charged` is the KL in the step's rewards, if there is one.
+        Steps are counted from 0. `penalty` is what the KL took from the step's rewards, if anything.
 
         Raises:
             DivergedError: the loss or the gradient of a model is not finite.
@@ -183,7 +183,7 @@ class Trainer:
         alone = dataclasses.replace(state, models={}, coefs={})
         state, updated, coefs = self._update_policy(alone, batches, step, coefs)
         if batches:
-            found = charged.mean if charged is not None else updated.token_means.get("kl_reference")
+            found = penalty.mean_kl if penalty is not None else updated.token_means.get("kl_reference")
             coefs = after_step(self.recipe, coefs, kl=found)
         state = dataclasses.replace(state, models=models)
         models |= {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tiny_decoder import DECODER
 
-from podium.certify.subject import make_subject
+from podium.certify.small_run import make_subject
 from podium.config.errors import ConfigError
 from podium.config.lora import LoraConfig
 from podium.models.architecture import rollout_decoder

@@ -11,7 +11,7 @@ from tiny_runs import make_group
 from podium.config.schema import RolloutConfig
 from podium.observe.alarms import AT_BOUND, WINDOW, CarryAlarms, GapAlarm, SamplerGapError, check_gap
 from podium.observe.metrics import GAP_METRIC
-from podium.observe.stats import CarryStats, StepStats
+from podium.observe.stats import CarryStats, StepSeconds, StepStats
 from podium.rollout.request import RolloutStats
 from podium.train.recorder import completion_stats
 
@@ -29,10 +29,7 @@ def step(
         rolled=RolloutStats(waited_s=waited_s, drawn_lengths=(drawn,) * 400),
         batched=BATCHED,
         updated=UPDATED,
-        step_s=1.0,
-        cpu_s=1.0,
-        sync_s=0.0,
-        checkpoint_s=None,
+        seconds=StepSeconds(step_s=1.0, cpu_s=1.0, sync_s=0.0, checkpoint_s=None),
         carried=carried,
     )
     lengths = dataclasses.replace(stats.completions, completion_tokens=np.full(400, trained))

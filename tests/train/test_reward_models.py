@@ -41,8 +41,8 @@ from podium.tasks.conversations.environment_forms import conversing
 from podium.tasks.rewards import with_score
 from podium.tasks.task import FAILED, Reward
 from podium.train.evaluate import evaluate_weights
+from podium.train.grading_models import Conversation, GradingModel, load_grading_models
 from podium.train.loop import train
-from podium.train.reward_models import Conversation, RewardModel, load_reward_models
 from podium.train.setup import make_model, run_spec
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -87,11 +87,11 @@ def judged(reward_model: Path, *, rewards: dict[str, float] | None = None, **set
     }
 
 
-def loaded(tiny_model: Path, reward_model: Path, devices: int = 1, **settings: Any) -> tuple[RewardModel, RolloutSpec]:
+def loaded(tiny_model: Path, reward_model: Path, devices: int = 1, **settings: Any) -> tuple[GradingModel, RolloutSpec]:
     config = make_config(tiny_model, **judged(reward_model, **settings))
     policy, mesh = make_model(config), rules_of(devices=devices).mesh
     spec = run_spec(config, policy.decoder, mesh)
-    (model,) = load_reward_models(spec.rollout, spec.update, mesh)
+    (model,) = load_grading_models(spec.rollout, spec.update, mesh)
     return model, rollout_spec(config, policy)
 
 
@@ -331,7 +331,7 @@ def test_a_template_must_write_calls_of_tools_and_their_replies_where_a_task_has
     config = make_config(tiny_model, **changes)
     policy, mesh = make_model(make_config(tiny_model)), rules_of().mesh
     spec, update = rollout_spec(config, policy), run_spec(config, policy.decoder, mesh).update
-    (model,) = load_reward_models(spec, update, mesh)
+    (model,) = load_grading_models(spec, update, mesh)
     (task,) = spec.prompts.tasks
     held = conversing(task)
     assert held is not None

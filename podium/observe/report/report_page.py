@@ -8,11 +8,11 @@ import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args, get_origin
 
 from pydantic import BaseModel
 
-from podium.config.reward_model import RewardModelConfig
-from podium.config.schema import Config, TaskConfig
+from podium.config.schema import Config
 from podium.config.show import flat
 from podium.files import write_atomically
 from podium.observe.identity import RUN, stored_id
@@ -25,8 +25,6 @@ from podium.observe.report.read import RunRecords, read_run
 from podium.observe.report.sample_pages import read_samples
 
 FOLDER = Path(__file__).parent
-LISTED = {"tasks": TaskConfig, "reward_models": RewardModelConfig}
-"""Settings that are lists of sections."""
 DIGITS = 6
 """Significant digits of values on the page."""
 
@@ -174,7 +172,9 @@ def headline(run: RunRecords) -> dict[str, object]:
 def changed_settings(run: RunRecords) -> list[list[str]]:
     """Settings that differ from the defaults, as [key, value, default]."""
     defaults = _defaults(Config)
-    for name, element in LISTED.items():
+    fields = {name: field.annotation for name, field in Config.model_fields.items()}
+    sections = {name: get_args(kind)[0] for name, kind in fields.items() if get_origin(kind) is list}
+    for name, element in sections.items():
         for index in range(len(run.setting(name) or ())):
             defaults |= {f"{name}.{index}.{key}": value for key, value in _defaults(element).items()}
     return [

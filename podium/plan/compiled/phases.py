@@ -40,7 +40,7 @@ from podium.train.batches.batch import Batch, make_batch
 from podium.train.optimizer.offload import takes_no_device
 from podium.train.optimizer.transforms import make_opt_init
 from podium.train.scorers import compared_head, make_role_program, role_settings
-from podium.train.setup import make_run_optimizer, make_train_settings
+from podium.train.setup import make_run_optimizer
 from podium.train.state import TrainState, abstract_state
 from podium.train.step import (
     TrainSettings,
@@ -111,7 +111,7 @@ class _AbstractTraining(NamedTuple):
 
 def _abstract_training(spec: RunSpec, mesh: Mesh) -> _AbstractTraining:
     decoder = spec.decoder
-    settings, optimizer = make_train_settings(spec.update, decoder, mesh), make_run_optimizer(spec.optimizer, decoder)
+    settings, optimizer = TrainSettings(decoder, mesh, spec.update), make_run_optimizer(spec.optimizer, decoder)
     params = abstract_params(trained_specs(decoder), jnp.dtype(jnp.float32), settings.stored)
     roles = {role.name: _abstract_role(role, settings) for role in spec.roles.values()}
     compared = {} if spec.compared is None else roles[spec.compared.name].weights

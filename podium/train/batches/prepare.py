@@ -36,13 +36,13 @@ from podium.algorithms.recipes import (
     RECIPES,
     REFERENCE_LOGPROBS,
     REFERENCE_POINT,
-    TEACHER_LOGPROBS,
+    TAUGHT_LOGPROBS,
     UNCERTAIN,
     Recipe,
 )
 from podium.algorithms.selection import covariant_tokens, top_entropy_tokens
 from podium.hosts.distributed import on_host
-from podium.observe.stats import BatchStats, RewardKl, ValueStats
+from podium.observe.stats import BatchSeconds, BatchStats, RewardPenalty, TokenCounts, ValueStats
 from podium.sampling.groups import Group
 from podium.sharding import Params, ShardingRules, to_devices
 from podium.train.batches.batch import Batch, BatchSizes, TokenSpan, make_batch, put, take
@@ -251,28 +251,30 @@ def prepare_step(
     if recipe.data_form == "label":
         points = [reference_point(each.samples, sizes, rules, scorers, policy) for each in packed.minibatches]
     scored_at = time.perf_counter()
-    advantages, reward_kl = step_advantages(packed, recipe, scored)
-    teacher_kl = None
-    if recipe.teacher is not None and recipe.teacher.loss == "sampled" and packed.minibatches:
+    advantages, penalty = step_advantages(packed, recipe, scored)
+    taught_kl = None
+    if recipe.teaching is not None and recipe.teaching.loss == "sampled" and packed.minibatches:
         tokens = _token_scores(packed, scored)
-        teacher, own = tokens.scores[TEACHER_LOGPROBS], tokens.scores[OLD_LOGPROBS]
-        advantages = taught_advantages(advantages, teacher, own, tokens.mask, weight=recipe.teacher.weight)
-        teacher_kl = float(np.mean((own - teacher)[tokens.mask], dtype=np.float64)) if tokens.mask.any() else None
-    returns, criticised = _value_targets(packed, recipe, scored, reward_kl)
+        taught, own = tokens.scores[TAUGHT_LOGPROBS], tokens.scores[OLD_LOGPROBS]
+        advantages = taught_advantages(advantages, taught, own, tokens.mask, weight=recipe.teaching.weight)
+        taught_kl = float(np.mean((own - taught)[tokens.mask], dtype=np.float64)) if tokens.mask.any() else None
+    returns, criticised = _value_targets(packed, recipe, scored, penalty)
     batches = [
         _finish(batch, minibatch, advantages=advantages, returns=returns, recipe=recipe, rules=rules)
         for batch, minibatch in zip(scored, packed.minibatches, strict=True)
     ]
     if points is not None:
         batches = [_with_point(batch, point, rules) for batch, point in zip(batches, points, strict=True)]
-    stats = _batch_stats(packed, recipe, advantages, reward_kl)
+    stats = _batch_stats(packed, advantages, penalty)
     return batches, dataclasses.replace(
         stats,
-        teacher_kl=teacher_kl,
+        taught_kl=taught_kl,
         values=criticised,
-        batch_s=placed_at - start,
-        score_s=scored_at - placed_at,
-        advantages_s=time.perf_counter() - scored_at,
+        seconds=BatchSeconds(
+            batch_s=placed_at - start,
+            score_s=scored_at - placed_at,
+            advantages_s=time.perf_counter() - scored_at,
+        ),
     )
 
 
@@ -348,14 +350,14 @@ def _with_point(batch: Batch[jax.Array], point: float, rules: ShardingRules) -> 
 
 
 def _value_targets(
-    packed: PackedStep, recipe: Recipe, scored: Sequence[Batch[jax.Array]], reward_kl: RewardKl | None
+    packed: PackedStep, recipe: Recipe, scored: Sequence[Batch[jax.Array]], penalty: RewardPenalty | None
 ) -> tuple[np.ndarray | None, ValueStats | None]:
-    """What the critic learns from the kept groups, [n, G, T], with its statistics; None without a critic."""
+    """What values learn from the kept groups, [n, G, T], with their statistics; None if the recipe has no values."""
     if not recipe.learns_values or not packed.minibatches:
         return None, None
     tokens = _token_scores(packed, scored)
     bound = recipe.advantage.keywords
-    rewards = penalise(packed.rewards, reward_kl, recipe)[packed.kept]
+    rewards = (packed.rewards if penalty is None else penalty.rewards)[packed.kept]
     returns = value_returns(rewards, tokens, gamma=bound["gamma"], lam=bound["lam"])
     found = returns[tokens.mask].astype(np.float64)
     values = tokens.scores[VALUES][tokens.mask].astype(np.float64)
@@ -372,29 +374,29 @@ def _value_targets(
 
 def step_advantages(
     packed: PackedStep, recipe: Recipe, scored: Sequence[Batch[jax.Array]]
-) -> tuple[np.ndarray, RewardKl | None]:
-    """Advantages of the kept groups, [n, G] or per token [n, G, T], and the KL charged to rewards, if any.
+) -> tuple[np.ndarray, RewardPenalty | None]:
+    """Advantages of the kept groups, [n, G] or per token [n, G, T], and what the KL takes from rewards, if anything.
 
     `scored` are the step's batches with their scores.
     """
-    reward_kl = _reward_kl(packed, scored) if recipe.kl == "k1_reward" else None
-    rewards = penalise(packed.rewards, reward_kl, recipe)[packed.kept]
+    penalty = _reward_penalty(packed, recipe, scored) if recipe.kl == "k1_reward" else None
+    rewards = (packed.rewards if penalty is None else penalty.rewards)[packed.kept]
     if not len(packed.kept):
-        return np.zeros(packed.lengths.shape, np.float32), reward_kl
+        return np.zeros(packed.lengths.shape, np.float32), penalty
     if packed.returns is not None:
-        return _turn_advantages(packed, packed.returns[packed.kept], recipe), reward_kl
+        return _turn_advantages(packed, packed.returns[packed.kept], recipe), penalty
     advantage = recipe.advantage
     if packed.parts is not None:
         advantage = functools.partial(advantage, parts=packed.parts)
     if packed.baselines is not None:
         advantage = functools.partial(advantage, baselines=packed.baselines)
     if "tokens" not in recipe.reads:
-        return _checked(advantage(rewards, packed.lengths), packed), reward_kl
+        return _checked(advantage(rewards, packed.lengths), packed), penalty
     if not packed.minibatches:  # no batch has scores
-        return np.zeros(packed.lengths.shape, np.float32), reward_kl
+        return np.zeros(packed.lengths.shape, np.float32), penalty
     tokens = _token_scores(packed, scored)
     found = advantage(rewards, packed.lengths, tokens=tokens)
-    return (found if found.ndim == 2 else np.where(tokens.mask, found, np.float32(0))), reward_kl
+    return (found if found.ndim == 2 else np.where(tokens.mask, found, np.float32(0))), penalty
 
 
 def _turn_advantages(packed: PackedStep, returns: np.ndarray, recipe: Recipe) -> np.ndarray:
@@ -422,19 +424,19 @@ def _checked(advantages: np.ndarray, packed: PackedStep) -> np.ndarray:
     return np.nan_to_num(advantages)
 
 
-def penalise(rewards: np.ndarray, reward_kl: RewardKl | None, recipe: Recipe) -> np.ndarray:
-    """The rewards [N, G] minus the penalty of `kl: k1_reward`."""
-    return rewards if reward_kl is None else penalised_rewards(rewards, reward_kl.sums, recipe.kl_coef)
-
-
-def _reward_kl(packed: PackedStep, scored: Sequence[Batch[jax.Array]]) -> RewardKl:
-    """Each episode's KL to the reference; a recipe that charges it keeps all groups."""
+def _reward_penalty(packed: PackedStep, recipe: Recipe, scored: Sequence[Batch[jax.Array]]) -> RewardPenalty:
+    """The penalty of each episode; a recipe that has one keeps all groups."""
     sums = np.zeros(packed.rewards.shape)
     for minibatch, batch in zip(packed.minibatches, scored, strict=True):
         found = take(on_host(batch.scores[REFERENCE_LOGPROBS]), minibatch.spans)
         for (n, g), sample, reference in zip(minibatch.places, minibatch.samples, found, strict=True):
             sums[n, g] += np.sum((sample.sampled_logprobs - reference)[sample.mask])
-    return RewardKl(sums=sums, num_tokens=int(packed.lengths.sum()))
+    return RewardPenalty(
+        kl=sums,
+        penalties=recipe.kl_coef * sums,
+        rewards=penalised_rewards(packed.rewards, sums, recipe.kl_coef),
+        num_tokens=int(packed.lengths.sum()),
+    )
 
 
 def _token_scores(packed: PackedStep, scored: Sequence[Batch[jax.Array]]) -> TokenScores:
@@ -465,7 +467,7 @@ def _finish(
     recipe: Recipe,
     rules: ShardingRules,
 ) -> Batch[jax.Array]:
-    """The batch on the devices with its advantages, and the scores that policy and critic learn with."""
+    """The batch on the devices with its advantages, and the scores that losses read."""
     host = np.zeros(batch.tokens.shape, np.float32)
     own = [
         with_advantage(sample, advantages[place] if advantages.ndim == 2 else _of_sample(advantages[place], sample))
@@ -527,26 +529,25 @@ def _of_sample(advantages: np.ndarray, sample: Sample) -> np.ndarray:
     return advantages[sample.start : sample.start + len(sample.tokens)]
 
 
-def _batch_stats(packed: PackedStep, recipe: Recipe, advantages: np.ndarray, reward_kl: RewardKl | None) -> BatchStats:
+def _batch_stats(packed: PackedStep, advantages: np.ndarray, penalty: RewardPenalty | None) -> BatchStats:
     batches = [each.batch for each in packed.minibatches]
     trained = int(packed.lengths.sum())
     filled = sum(int(np.sum(np.asarray(batch.segments) > 0)) for batch in batches)
     demonstrated = sum(int(np.count_nonzero(x)) for batch in batches if (x := batch.likelihoods) is not None)
     cells = sum(int(batch.num_micro_batches) * int(np.prod(batch.tokens.shape[1:])) for batch in batches)
-    paid = penalise(packed.rewards, reward_kl, recipe)
     by_episode = advantages if advantages.ndim == 2 else advantages.sum(axis=2) / np.maximum(packed.lengths, 1)
     return BatchStats(
         groups=len(packed.rewards),
         equal_groups=int(packed.equal.sum()),
         dropped_groups=len(packed.rewards) - len(packed.kept),
         sequences=int(np.count_nonzero(packed.lengths)),
-        trained_tokens=trained,
-        demonstrated_tokens=demonstrated,
-        prompt_tokens=filled - trained - demonstrated,
-        padding_tokens=cells - filled,
+        tokens=TokenCounts(
+            trained=trained,
+            prompt=filled - trained - demonstrated,
+            padding=cells - filled,
+            demonstrated=demonstrated,
+        ),
         kept=packed.kept,
         advantages=by_episode.ravel(),
-        penalties=None if reward_kl is None else recipe.kl_coef * reward_kl.sums.ravel(),
-        penalised_rewards=None if reward_kl is None else paid.ravel(),
-        reward_kl=reward_kl,
+        penalty=penalty,
     )

@@ -421,7 +421,7 @@ def _named_rest(state: TrainState) -> Params:
 def saved_names(folder: Path, step: int | None) -> list[str]:
     """The names of the arrays beside the parameters in a saved step of `checkpoints` (None: the newest).
 
-    Those of another model that changes begin with the name of its role, such as `critic.`, and those of adapted
+    Those of another model that changes begin with the name of its role, and a dot, and those of adapted
     coefficients with `coefs.`. Every process must call this.
     """
     _prepare_orbax(folder)

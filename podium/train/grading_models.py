@@ -30,7 +30,7 @@ from podium.tasks.task import Reward
 from podium.train.batches.batch import Batch, make_batch, take
 from podium.train.batches.samples import single_answer
 from podium.train.scorers import make_role_program, role_settings
-from podium.train.setup import Model, load_role_weights, make_train_settings
+from podium.train.setup import Model, load_role_weights
 from podium.train.step import CompiledScore, TrainSettings, shard_batch
 
 EPSILON = 1e-6
@@ -58,7 +58,7 @@ class Conversation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardModel:
+class GradingModel:
     """A reward model with its weights."""
 
     role: Role
@@ -194,7 +194,7 @@ def _one(batch: Batch[np.ndarray], index: int) -> Batch[np.ndarray]:
     return jax.tree.map(lambda x: x[index : index + 1] if x.ndim >= 3 else x, batch)
 
 
-def load_reward_models(spec: RolloutSpec, update: UpdateSpec, mesh: Mesh) -> tuple[RewardModel, ...]:
+def load_grading_models(spec: RolloutSpec, update: UpdateSpec, mesh: Mesh) -> tuple[GradingModel, ...]:
     """Load the reward models that tasks use, sharded as the trainer's weights are.
 
     Raises ValueError if one is unusable; the message names it.
@@ -216,9 +216,9 @@ def load_reward_models(spec: RolloutSpec, update: UpdateSpec, mesh: Mesh) -> tup
         with_tools = any(held is not None and held.tools for held in map(conversing, asked))
         model = Model(source=source, decoder=role.decoder, tokenizer=tokenizer, mesh=mesh)
         params = load_role_weights(model)
-        settings = role_settings(role, make_train_settings(update, role.decoder, mesh))
+        settings = role_settings(role, TrainSettings(role.decoder, mesh, update))
         found.append(
-            RewardModel(
+            GradingModel(
                 role=role,
                 spec=own,
                 source=source,
