@@ -268,6 +268,9 @@ def prepare(
     if len(here) == remote.workers and before.outcome == "done":
         say(f"{job} is done")
         return job, False
+    if before.silent:  # they may have a later attempt, whose name would be used again
+        remote.ask_all("true", "looking for earlier attempts")  # names those that still do not answer
+        return prepare(remote, spec, clock=clock, say=say, stop=stop)
     if any(status["job"] == SETUP + job and status["state"] in UNDER_WAY for status in jobs):
         say(f"{job} is being set up; waiting for that")
     else:
