@@ -134,19 +134,11 @@ def to_stderr(line: str) -> None:
 class Patience:
     """Waits for one external service while it fails."""
 
-    def __init__(
-        self,
-        what: str,
-        *,
-        clock: Clock = time,
-        say: Callable[[str], None] = to_stderr,
-        limit_s: float = PATIENCE_S,
-    ) -> None:
+    def __init__(self, what: str, *, clock: Clock = time, say: Callable[[str], None] = to_stderr) -> None:
         """`what` names the service, such as `the bucket gs://b`; `say` prints the line that names it."""
         self._what = what
         self._clock = clock
         self._say = say
-        self._limit_s = limit_s
         self.reset()
 
     def reset(self) -> None:
@@ -164,9 +156,9 @@ class Patience:
         """
         now = self._clock.monotonic()
         self._since = now if self._since is None or not limited else self._since
-        if now - self._since >= self._limit_s:
+        if now - self._since >= PATIENCE_S:
             raise error
-        how_long = f"for {self._limit_s / 60:.0f} minutes" if limited else "for as long as it takes"
+        how_long = f"for {PATIENCE_S / 60:.0f} minutes" if limited else "for as long as it takes"
         if how_long != self._said:
             why = why or (str(error).splitlines() or [""])[0] or type(error).__name__
             self._say(f"waiting for {self._what}, {how_long}: {why}")

@@ -237,7 +237,6 @@ def prepare(
     *,
     clock: Clock,
     say: Callable[[str], None],
-    claim: Callable[[], None] = lambda: None,
     stop: str | None = None,
 ) -> tuple[str, bool]:
     """Send and set up everything for a run, unless it is already running or finished.
@@ -247,7 +246,6 @@ def prepare(
         spec: the run.
         clock: for pauses and time limits.
         say: prints progress.
-        claim: called when no other run has been found on the slice, before anything is sent.
         stop: for the error message, the command that ends another job; None: `podium pod stop SLICE`.
 
     Returns:
@@ -264,7 +262,6 @@ def prepare(
     if busy:
         stop = stop or f"podium pod stop {remote.name}"
         raise RemoteError(f"{remote.name} is busy with job {busy[0]}; wait for it, or: {stop}")
-    claim()
     newest = max((spec.attempt(status["job"]) or 0 for status in jobs), default=0)
     job = f"{spec.prefix}{newest}"
     for old in sorted({each["job"] for each in jobs if each["state"] in UNDER_WAY} - {job, SETUP + job}):
@@ -277,6 +274,9 @@ def prepare(
     if len(here) == remote.workers and before.outcome == "done":
         say(f"{job} is done")
         return job, False
+    if before.silent:  # they may have a later attempt, whose name would be used again
+        remote.ask_all("true", "looking for earlier attempts")  # names those that still do not answer
+        return prepare(remote, spec, clock=clock, say=say, stop=stop)
     if any(status["job"] == SETUP + job and status["state"] in UNDER_WAY for status in jobs):
         say(f"{job} is being set up; waiting for that")
     else:

@@ -12,6 +12,7 @@ Nothing is stored here: every call queries what exists.
 """
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -109,24 +110,26 @@ class SliceLists:
         self.random_word = random_word
         self._parallel = parallel
         self._follows = follows
+        self._speaking = threading.Lock()
         self._zones: list[str] | None = None
 
     def ask(self, argv: Sequence[str], timeout_s: float = READ_S) -> ApiAnswer:
         """Run a command until it answers, waiting while Google does not respond; the command must be safe to repeat.
         Raises GcloudError.
         """
-        patience = self.patience("Google")
-        while True:
-            try:
-                return self.gcloud.ask(argv, timeout_s)
-            except GcloudError as error:
-                if not error.transient and not error.uncertain:
-                    raise
-                error.wait_out(patience, for_ever=self._follows)
-
-    def patience(self, what: str) -> Patience:
-        """A `Patience` with an external service, by this machine's clock."""
-        return Patience(what, clock=self.clock, say=self.say)
+        speaks = self._speaking.acquire(blocking=False)  # when several lists fail at once, one line is enough
+        patience = Patience("Google", clock=self.clock, say=self.say if speaks else lambda line: None)
+        try:
+            while True:
+                try:
+                    return self.gcloud.ask(argv, timeout_s)
+                except GcloudError as error:
+                    if not error.transient and not error.uncertain:
+                        raise
+                    error.wait_out(patience, for_ever=self._follows)
+        finally:
+            if speaks:
+                self._speaking.release()
 
     def survey(
         self, zones: Iterable[str] | None = None, *, each_zone: bool = False, needed: Sequence[str] = ()
@@ -384,7 +387,7 @@ class Slices(SliceLists):
         accepted.
         """
         order = dataclasses.replace(order, labels={**order.labels, NAME: order.name})
-        patience = self.patience("Google")
+        patience = Patience("Google", clock=self.clock, say=self.say)
         while True:
             try:
                 self.gcloud.checked(self.gcloud.argv.create(order, name, zone))

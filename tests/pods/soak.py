@@ -20,17 +20,15 @@ from podium.pods import commands
 from podium.pods.endings import Endings
 from podium.pods.gcloud import Finished, Gcloud, GcloudError
 from podium.pods.inventory import IDLE_S, NAME, OWNER, RUN, label_text
-from podium.pods.launch import RunSpec
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import Project
-from podium.pods.push import Package
 from podium.pods.rental import new_order
 from podium.pods.run_command import follow
 from podium.pods.secrets import Secrets
 from podium.pods.session import Session
 from podium.pods.slices import Slices
 from podium.pods.world import World
-from tests.pods.fake_gcloud import FakeGcloud
+from tests.pods.fake_gcloud import FakeGcloud, Heard, made_spec
 from tests.pods.fake_tpu import FakeTpu, Fault
 from tests.pods.soak_machines import STEP_S, STEPS, WORKERS, Fleet
 from tests.pods.timeline import Laptop, Timeline
@@ -130,18 +128,7 @@ class Soak:
         """Run -> when the command that stops it succeeded, and what was saved then."""
         self.twice: list[str] = []
         self.preempt_at_copy = 0
-        package = Package(key="code-1", files=(file,), inside="", extras=("tpu",), environment="e", python=None)
-        self.specs = {
-            name: RunSpec(
-                name=name,
-                config=f"name: {name}\n",
-                package=package,
-                accelerator="v4-16",
-                secrets=Secrets({}),
-                environment={},
-            )
-            for name in ("run", "other")
-        }
+        self.specs = {name: made_spec(name, file) for name in ("run", "other")}
         route = self.fake._route
         self.fake._route = functools.partial(self._watched, route)  # pyright: ignore[reportAttributeAccessIssue]
         self.timeline.after(30.0, self._tick)
@@ -162,9 +149,10 @@ class Soak:
             random_word=self.word,
         )
         world = World(runner=gcloud, clock=laptop, random_word=self.word)
-        project = _Quiet(world=world, slices=slices, zone=None, secrets=Secrets({}))
+        project = Heard(world=world, slices=slices, zone=None, secrets=Secrets({}))
         command = Command(laptop=laptop, role=role, run=run, project=project, began=self.timeline.now)
-        project.__dict__["command"] = gcloud.command = command
+        project.__dict__["hear"] = lambda line: command.said.append((self.timeline.now, line))
+        gcloud.command = command
         self.commands.append(command)
         return command
 
@@ -474,17 +462,6 @@ class _Gcloud(FakeGcloud):
         node = self.fake.nodes.get(f"projects/p/locations/{flags['zone']}/nodes/{target}")
         self.hosts = self.soak.fleet.of(node) if node is not None else None
         return super()._on_hosts(argv, verb, words, flags, timeout_s)
-
-
-class _Quiet(Project):
-    """A project that keeps what it says."""
-
-    def say(self, line: str) -> None:
-        command = self.__dict__["command"]
-        command.said.append((command.laptop.timeline.now, line))
-
-    def answer(self, text: str, *, end: str = "\n") -> None:
-        pass
 
 
 def _seconds(text: str) -> float:

@@ -10,7 +10,7 @@ STORIES = 50
 """How many stories a long test tells."""
 
 
-@pytest.mark.parametrize("seed", range(1000, 1024))
+@pytest.mark.parametrize("seed", [*range(1000, 1024), 3646])
 def test_no_run_is_lost_nothing_is_deleted_wrongly_or_left_without_a_word(seed):
     found = one_run(seed)
     assert found["problems"] == [], (found["events"], found["statuses"], found["said"][-40:])
