@@ -31,7 +31,7 @@ def evaluation_check(subject: Subject, training: Training) -> Check:
     ]
     return Check(
         name="evaluation",
-        claim="every evaluation question has its greedy and its sampled answers, drawn as eval says, and right scores",
+        claim="every evaluation question is answered greedily and by sampling, as eval says, and the scores are right",
         difference=float(sum(wrong)),
         bar=0,
         after=(*OF_MODEL, *OF_SAMPLER, *AFTER),

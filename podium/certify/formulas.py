@@ -134,7 +134,7 @@ of 2^-24 becomes 3e-5 of the result in each of a few sums."""
 
 
 def formula_checks(updates: Updates) -> Iterator[Check]:
-    """Check formulas: losses, learning rates, update rules, and what is drawn."""
+    """Check formulas: losses, learning rates, update rules, and draws of tokens and prompts."""
     subject = updates.subject
     if subject.rules.preferences:
         yield Check(

@@ -78,6 +78,11 @@ def in_float64() -> Iterator[None]:
         yield
 
 
+def wide(weights: Mapping[str, np.ndarray]) -> Weights:
+    """Convert weights to float64; call it within `in_float64`."""
+    return {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
+
+
 @contextlib.contextmanager
 def in_float32() -> Iterator[None]:
     """Compute in float32 inside the block, on the CPU."""
