@@ -67,8 +67,6 @@ class Scores(NamedTuple, Generic[Array]):
 
     logprobs: Array  # [S, n], of the actual tokens
     entropy: Array  # [S, n], of the distribution that each token is drawn from: the mean of -logprob
-    variance: Array  # [S, n], of -logprob under that distribution
-    highest: Array  # [S, n], log-probability of the likeliest token
 
 
 @contextlib.contextmanager
@@ -312,10 +310,9 @@ def scores(table: jax.Array, tokens: jax.Array, starts: jax.Array) -> Scores[jax
 
     def of_one(own: jax.Array, tokens: jax.Array, start: jax.Array) -> Scores[jax.Array]:
         entropy = -jnp.sum(jnp.exp(own) * own, axis=-1)
-        variance = jnp.sum(jnp.exp(own) * own * own, axis=-1) - entropy**2
         targets = tokens[_before(start, len(tokens), len(own)) + 1]
         logprobs = jnp.take_along_axis(own, targets[:, None], axis=1)[:, 0]
-        return Scores(logprobs, entropy, variance, jnp.max(own, axis=-1))
+        return Scores(logprobs, entropy)
 
     return jax.vmap(of_one)(table, tokens, starts)
 

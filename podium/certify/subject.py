@@ -289,7 +289,7 @@ class Subject:
             decoder: of the weights; None: the subject's.
             penalty: the repetition penalty; 1 has no effect, as for the trained policy.
         """
-        table = self.naive_table(tokens, starts, weights, temperature, penalty, decoder)
+        table = self.naive_table(tokens, starts, weights, temperature, penalty=penalty, decoder=decoder)
         with in_float64():
             return Scores(*(np.asarray(x) for x in _scores(table, tokens, starts)))
 
