@@ -295,9 +295,8 @@ def _naive_steps(subject: Subject, rules: Rules, groups: list[Group]) -> list[Se
     def model(name: str, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         positions = starts[:, None] - 1 + np.arange(room.continuation)[None]  # [S, n], that predict the tokens
         at = np.minimum(positions + 1, tokens.shape[1] - 1)
-        found = table(positions, np.take_along_axis(tokens, at, axis=1), TABLES.get(name, OTHER_TABLE)).astype(
-            np.float64
-        )
+        targets = np.take_along_axis(tokens, at, axis=1)
+        found = table(positions, targets, TABLES.get(name, OTHER_TABLE)).astype(np.float64)
         return found[..., None] if name == rules.compared else found
 
     models = {name: functools.partial(model, name) for name in (OLD_LOGPROBS, *rules.read_scores)}
