@@ -34,11 +34,11 @@ Prediction = tuple[int, int, int, float]
 FORMS = (Form(packing="none"), Form(packing="sequences"), Form(), Form(rows=2))
 MOST_SHIFT = 2
 TABLES = {OLD_LOGPROBS: 0, ENTROPY: 0, KL_TO: 1, VALUES: 3}
-"""By name of a score: the argument `which` of `table` that makes it up."""
+"""The argument `which` with which `table` makes up scores of each name."""
 OTHER_TABLE = 2
 """The argument `which` for all other scores, which are those of a model that is distilled."""
 WEIGHT, ADVANTAGE = "weight", "advantage"
-"""Names of a trained token's numbers in a batch beside its scores."""
+"""Names of the numbers of a trained token that are not scores."""
 OF_BATCH = (
     "mask",
     "every token once",
@@ -119,7 +119,7 @@ def _number_checks(compared: Sequence["Compared"], rules: Rules) -> Iterator[Che
     )
     yield Check(
         name="scores",
-        claim="every score of a token by a model is that of the same token, and so is the choice of tokens by entropy",
+        claim="each score in a batch belongs to its own token, and tokens are chosen by their own entropy",
         difference=error(*{name for each in compared for name in each.errors} - set(others)),
         bar=0,
         after=placed,
@@ -133,7 +133,7 @@ def _number_checks(compared: Sequence["Compared"], rules: Rules) -> Iterator[Che
         )
     yield Check(
         name="advantages",
-        claim="each token has the advantage that the recipe's formula gives it, and so has the target of its value",
+        claim="each token has the advantage, and if values are trained the target, that the recipe's formula gives it",
         difference=error(ADVANTAGE, RETURNS),
         after=(*placed, "scores"),
     )
@@ -295,9 +295,8 @@ def _naive_steps(subject: Subject, rules: Rules, groups: list[Group]) -> list[Se
     def model(name: str, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         positions = starts[:, None] - 1 + np.arange(room.continuation)[None]  # [S, n], that predict the tokens
         at = np.minimum(positions + 1, tokens.shape[1] - 1)
-        found = table(positions, np.take_along_axis(tokens, at, axis=1), TABLES.get(name, OTHER_TABLE)).astype(
-            np.float64
-        )
+        targets = np.take_along_axis(tokens, at, axis=1)
+        found = table(positions, targets, TABLES.get(name, OTHER_TABLE)).astype(np.float64)
         return found[..., None] if name == rules.compared else found
 
     models = {name: functools.partial(model, name) for name in (OLD_LOGPROBS, *rules.read_scores)}

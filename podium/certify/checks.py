@@ -95,7 +95,7 @@ def scoring_checks(updates: Updates) -> Iterator[Check]:
     if pairs:
         yield Check(
             name="scoring models",
-            claim="the scores of tokens by each model, and by the policy before the step, are those of its weights",
+            claim="each model's scores of tokens, and the policy's before the step, are those of its own weights",
             difference=largest(np.abs(own - naive).max() / np.abs(naive).max() for own, naive in pairs),
             after=(*OF_BATCH, "log-probabilities", "temperature"),
         )

@@ -78,7 +78,7 @@ def _answer_checks(subject: Subject, training: Training) -> Iterator[Check]:
     talk = ("conversations",) if subject.converses else ()
     yield Check(
         name="order of prompts",
-        claim="prompts come in the seed's order, each once an epoch, and are trained on oldest first, none too old",
+        claim="prompts come in the seed's order, each once an epoch; steps take the oldest first, none too old",
         difference=float(sum(each.errors for each in taken)),
         bar=0,
         after=("mixture of tasks", "choice of prompts"),
@@ -107,7 +107,7 @@ def _answer_checks(subject: Subject, training: Training) -> Iterator[Check]:
     if not subject.recipe.demonstrations:
         yield Check(
             name="shares of right answers",
-            claim="the share of right answers to each prompt of a step is passed on once, to curricula and retirement",
+            claim="the share of right answers to each prompt of a step is reported once to curricula and retirement",
             difference=float(sum(_wrongly_learned(step) for step in training.steps)),
             bar=0,
             after=("episodes",),
@@ -207,7 +207,7 @@ def _with_other_options(subject: Subject, causes: tuple[str, ...]) -> Check:
     weights = _weight_error(other, training) / _weight_bar(training.config.train.optimizer) * RUN_BAR
     return Check(
         name="other options",
-        claim="the same holds with a KL, an entropy bonus, a correction, and groups, episodes and sure tokens left out",
+        claim="steps are right with a KL, an entropy bonus, a correction, and groups, episodes or tokens left out",
         difference=wrong or largest((weights, *(each.gradient_error for each in followed))),
         bar=RUN_BAR,
         after=(*causes, "training", "new weights"),
@@ -229,7 +229,7 @@ def _carried_checks(subject: Subject, training: Training, followed: Sequence[Fol
     if rules.kl_target is not None or rules.entropy_target is not None:
         yield Check(
             name="coefficients",
-            claim="weights of KL and entropy bonus follow what the run measures as their formulas say, step after step",
+            claim="weights of KL and entropy bonus follow the run's measurements by their formulas, step after step",
             difference=largest(each.coefs_error(rules) for each in followed),
             after=(*OF_UPDATE, *_moves(training)),
         )

@@ -1,7 +1,8 @@
 """Compares what a watched run drew with the naive form: each token, with its random numbers and log-probabilities."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from podium.certify.naive_draws import (
 )
 from podium.certify.naive_step import Episode, padded_tokens
 from podium.certify.subject import Subject, episode_of
+from podium.certify.tiny import Arrays
 from podium.certify.training import Step, Training
 from podium.rollout.transcript import Transcript
 from podium.sampling.groups import Group
@@ -99,13 +101,7 @@ def sampling_checks(
         after=(*OF_MODEL, *OF_SAMPLER, *talk),
     )
     if "baselines" in subject.recipe.reads:
-        behind = [_behind_likeliest(subject, training, step.groups) for step in training.steps]
-        yield Check(
-            name="greedy completions",
-            claim="each token of a greedy completion is the likeliest under the weights that drew it",
-            difference=largest(behind) / highest,
-            after=("hand-over",),
-        )
+        yield _greedy_check(subject, training, sampling, highest)
     other = ("cuts",) if sampling.cut.cuts else ("repetition penalty",) if sampling.penalty != 1 else ()
     for name in other:
         before = "repetition penalty, and the cuts top_k, top_p and min_p," if name == "cuts" else "repetition penalty"
@@ -132,6 +128,19 @@ def sampling_checks(
     )
 
 
+def _greedy_check(subject: Subject, training: Training, sampling: Sampling, highest: float) -> Check:
+    """Check greedy completions; `highest` is the largest log-probability of a run's tokens, as an absolute value."""
+    greedy = [group.greedy for step in training.steps for group in step.groups if group.greedy is not None]
+    drawings = [Drawing(transcript=each.transcript, seed=0, completion=0) for each in greedy]
+    behind = (float(each.behind.max()) for each in compared(subject, training.version, drawings, sampling))
+    return Check(
+        name="greedy completions",
+        claim="each token of a greedy completion is the likeliest under the weights that drew it",
+        difference=largest(behind) / highest,
+        after=("hand-over",),
+    )
+
+
 def _of_step(
     subject: Subject, training: Training, step: Step, numbers: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[Drawn]:
@@ -143,7 +152,7 @@ def _of_step(
             for place, group in zip(places, step.groups, strict=True)
             for index, each in enumerate(group.transcripts)
         ]
-        return list(compared(subject, training, drawings, sampling))
+        return list(compared(subject, training.version, drawings, sampling))
 
     found = [at(places) for places in numbers]
     return min(found, key=lambda drawn: largest(float(each.errors.tokens.max()) for each in drawn))
@@ -172,21 +181,6 @@ def _pair(found: dict[str, list[float]], kind: str, one: float, other: float | N
         found.setdefault(kind, []).append(one * other)
 
 
-def _behind_likeliest(subject: Subject, training: Training, groups: Sequence[Group]) -> float:
-    """The most by which a token of greedy completions is less likely than the likeliest one, in nats."""
-    greedy = [group.greedy for group in groups if group.greedy is not None]
-    episodes = [episode_of(*each) for each in greedy]
-    tokens, starts = padded_tokens(episodes, subject.room)
-    penalty, worst = training.config.rollout.repetition_penalty, 0.0
-    for row, (episode, each) in enumerate(zip(episodes, greedy, strict=True)):
-        versions = versions_of(each.transcript)[: len(episode.drawn)]
-        for version in np.unique(versions[np.array(episode.drawn)]).tolist():
-            found = subject.naive_scores(tokens, starts, training.version(version), penalty=penalty)
-            used = np.flatnonzero(np.array(episode.drawn) & (versions == version))
-            worst = largest((worst, float((found.highest - found.logprobs)[row, used].max())))
-    return worst
-
-
 def fits(subject: Subject, groups: Sequence[Group]) -> bool:
     """Whether all answers fit into the naive form's arrays; one that does not is longer than the run allows."""
     answers = [each for group in groups for each in group.transcripts]
@@ -197,49 +191,49 @@ def fits(subject: Subject, groups: Sequence[Group]) -> bool:
     )
 
 
-def compared(subject: Subject, training: Training, drawings: Sequence[Drawing], sampling: Sampling) -> Iterator[Drawn]:
-    """Yield the tokens of episodes, once for each version of the weights that drew some of them."""
+def compared(
+    subject: Subject, version: Callable[[int], Arrays], drawings: Sequence[Drawing], sampling: Sampling
+) -> Iterator[Drawn]:
+    """Yield the tokens of episodes, once for each `version` of the weights that drew some of them."""
     size = subject.room.episodes
     for first in range(0, len(drawings), size):
-        for each in _of_some(subject, training, drawings[first : first + size], sampling):
+        for each in _of_some(subject, version, drawings[first : first + size], sampling):
             yield dataclasses.replace(each, rows=each.rows + first)
 
 
-def _of_some(subject: Subject, training: Training, drawings: Sequence[Drawing], sampling: Sampling) -> Iterator[Drawn]:
+def _of_some(
+    subject: Subject, version: Callable[[int], Arrays], drawings: Sequence[Drawing], sampling: Sampling
+) -> Iterator[Drawn]:
     """As `compared`, for at most as many episodes as the naive form's arrays have rows."""
     episodes = [episode_of(each.transcript, FAILED) for each in drawings]
     tokens, starts = padded_tokens(episodes, subject.room)
     known = [_known(*pair) for pair in zip(drawings, episodes, strict=True)]
     rows = np.concatenate([np.full(len(each.places), row) for row, each in enumerate(known)])
-    places, seeds, versions, recorded, logprobs = (
-        np.concatenate([getattr(each, name) for each in known])
-        for name in ("places", "seeds", "versions", "recorded", "logprobs")
-    )
+    every = _Known(*map(np.concatenate, zip(*known, strict=True)))
     completions = np.array([each.completion for each in drawings])[rows]
-    numbers = random_numbers(seeds, completions, places)
-    evenly = np.random.default_rng(int(seeds.sum())).uniform(size=len(seeds))
-    drawn = tokens[rows, places]
-    for version in np.unique(versions).tolist():
-        own = versions == version
-        at = rows[own], places[own] - starts[rows[own]]
-        weights = training.version(version)
+    numbers = random_numbers(every.seeds, completions, every.places)
+    evenly = np.random.default_rng(int(every.seeds.sum())).uniform(size=len(rows))
+    drawn = tokens[rows, every.places]
+    for number in np.unique(every.versions).tolist():
+        own = every.versions == number
+        at = rows[own], every.places[own] - starts[rows[own]]
+        weights = version(number)
         plain = subject.naive_table(tokens, starts, weights, sampling.temperature)[at]
         table = plain
         if sampling.penalty != 1:
             table = subject.naive_table(tokens, starts, weights, sampling.temperature, sampling.penalty)[at]
         yield Drawn(
-            recorded=recorded[own],
+            recorded=every.recorded[own],
             naive=np.take_along_axis(plain, drawn[own][:, None], axis=1)[:, 0],
-            errors=draw_errors(table, sampling.cut, drawn[own], logprobs[own], numbers[own]),
+            errors=draw_errors(table, sampling.cut, drawn[own], every.logprobs[own], numbers[own]),
             behind=table.max(axis=1) - np.take_along_axis(table, drawn[own][:, None], axis=1)[:, 0],
             scores=normal_scores(after_cut(table, sampling.cut)[0], drawn[own], evenly[own]),
             rows=rows[own],
-            places=places[own],
+            places=every.places[own],
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Known:
+class _Known(NamedTuple):
     """The drawn tokens of an episode, [n] each."""
 
     places: np.ndarray

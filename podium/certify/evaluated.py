@@ -31,7 +31,7 @@ def evaluation_check(subject: Subject, training: Training) -> Check:
     ]
     return Check(
         name="evaluation",
-        claim="every evaluation question has its greedy and its sampled answers, drawn as eval says, and right scores",
+        claim="every evaluation question is answered greedily and by sampling, as eval says, and the scores are right",
         difference=float(sum(wrong)),
         bar=0,
         after=(*OF_MODEL, *OF_SAMPLER, *AFTER),
@@ -72,7 +72,7 @@ def _wrong_draws(subject: Subject, training: Training, found: Evaluated) -> int:
         wrong += sum(int(np.any(span.versions != version)) for each in drawings for span in each.transcript.drawn)
         cut = Cut(rollout.top_k, rollout.top_p, rollout.min_p) if temperature else NO_CUT
         sampling = Sampling(temperature=temperature or 1.0, penalty=settings.repetition_penalty, cut=cut)
-        for each in compared(subject, training, drawings, sampling):
+        for each in compared(subject, training.version, drawings, sampling):
             wrong += int(np.sum(each.errors.logprobs > DRAW_BAR))
             wrong += int(np.sum(each.errors.tokens > DRAW_BAR if temperature else each.behind > LIKELIEST))
     return wrong

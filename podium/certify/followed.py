@@ -35,7 +35,7 @@ class Learned(NamedTuple):
 
     seen: Sequence[OptimizerStep]
     naive: list[Update]
-    """By the naive implementation, each from the trainer's weights before it."""
+    """The same updates by the naive implementation, each from the trainer's weights before it."""
     missing: int
     """Number of updates too few or too many, and of arrays that changed between two updates."""
 
@@ -54,7 +54,7 @@ class Moved(NamedTuple):
 
     now: Arrays
     before: Arrays
-    """Those that it had before it last moved; the first ones until then."""
+    """The weights before it last moved; its first weights until it has moved."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,17 +63,17 @@ class Followed:
 
     step: Step
     updates: list[NaiveUpdate]
-    """Those of the step's optimizer steps, from the trainer's weights before each."""
+    """The step's optimizer steps by the naive implementation, from the trainer's weights before each."""
     missing: int
     """Number of optimizer steps that the trainer made too few or too many."""
     learned: Mapping[str, Learned]
-    """By the name of the model's role."""
+    """The updates of the other models that are trained, by the name of their role."""
     moved: Mapping[str, Moved]
-    """By the name of the model's role."""
+    """The models that follow the policy, before the step, by the name of their role."""
     coefs: Coefficients
-    """Before the step."""
+    """The coefficients before the step."""
     applied: list[Coefficients]
-    """In the loss of each of `updates`."""
+    """The coefficients in the loss of each of `updates`."""
 
     @property
     def gradient_error(self) -> float:

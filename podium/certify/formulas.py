@@ -134,7 +134,7 @@ of 2^-24 becomes 3e-5 of the result in each of a few sums."""
 
 
 def formula_checks(updates: Updates) -> Iterator[Check]:
-    """Check formulas: losses, learning rates, update rules, and what is drawn."""
+    """Check formulas: losses, learning rates, update rules, and draws of tokens and prompts."""
     subject = updates.subject
     if subject.rules.preferences:
         yield Check(
@@ -374,7 +374,7 @@ def _entropy_error(subject: Subject) -> float:
     with in_float64():
         sequences = _made_up(valid, nothing, nothing, nothing, scores={}, entropy_bonus=bonus)
         own: Sequences[jax.Array] = jax.tree.map(jnp.asarray, sequences)
-        found = Scores(logprobs=own.weights, entropy=jnp.asarray(entropy), variance=own.weights, highest=own.weights)
+        found = Scores(logprobs=own.weights, entropy=jnp.asarray(entropy))
         expected, _ = objective(rules, found, own)
         return relative(float(sum(map(float, shares))), float(expected))
 

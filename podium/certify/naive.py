@@ -67,8 +67,6 @@ class Scores(NamedTuple, Generic[Array]):
 
     logprobs: Array  # [S, n], of the actual tokens
     entropy: Array  # [S, n], of the distribution that each token is drawn from: the mean of -logprob
-    variance: Array  # [S, n], of -logprob under that distribution
-    highest: Array  # [S, n], log-probability of the likeliest token
 
 
 @contextlib.contextmanager
@@ -76,6 +74,11 @@ def in_float64() -> Iterator[None]:
     """Compute in float64 inside the block, on the CPU because TPUs have no float64."""
     with jax.enable_x64(True), _precise_cpu():
         yield
+
+
+def wide(weights: Mapping[str, np.ndarray]) -> Weights:
+    """Convert weights to float64; call it within `in_float64`."""
+    return {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
 
 
 @contextlib.contextmanager
@@ -307,10 +310,9 @@ def scores(table: jax.Array, tokens: jax.Array, starts: jax.Array) -> Scores[jax
 
     def of_one(own: jax.Array, tokens: jax.Array, start: jax.Array) -> Scores[jax.Array]:
         entropy = -jnp.sum(jnp.exp(own) * own, axis=-1)
-        variance = jnp.sum(jnp.exp(own) * own * own, axis=-1) - entropy**2
         targets = tokens[_before(start, len(tokens), len(own)) + 1]
         logprobs = jnp.take_along_axis(own, targets[:, None], axis=1)[:, 0]
-        return Scores(logprobs, entropy, variance, jnp.max(own, axis=-1))
+        return Scores(logprobs, entropy)
 
     return jax.vmap(of_one)(table, tokens, starts)
 

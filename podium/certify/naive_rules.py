@@ -23,7 +23,7 @@ trained to be."""
 DRAWN_LOGPROBS = "drawn_logprobs"
 """Name of a score: the log-probability under the distribution drawn from, which has a repetition penalty."""
 UNCERTAIN = "uncertain"
-"""Name of a score: whether the policy term counts, since the token's entropy is high."""
+"""Name of a score: whether the policy term counts, because the token's entropy is among the highest."""
 COVARIANT = "covariant"
 """Name of a score: whether the loss treats the token differently because of its covariance."""
 KL_POINT = "reference_point"
@@ -107,14 +107,14 @@ class Rules:
     credit: Literal["episode", "turn"] = "episode"
     gamma: float = 1.0
     penalised: bool = False
-    """Whether tokens are drawn with a repetition penalty, and the policy has none."""
+    """Whether tokens are drawn with a repetition penalty, which the trained policy does not have."""
     distilled: Distillation | None = None
     updates_per_batch: int = 1
     minibatches: int = 1
 
     @property
     def preferences(self) -> bool:
-        """Whether the loss compares completions of the data, by how much more likely they have become."""
+        """Whether the loss compares completions of the data, by how much likelier they have become."""
         return self.loss in ("dpo", "ipo", "dpo_hinge", "kto")
 
     @property

@@ -1,7 +1,7 @@
 """Naive form of preparing a step: from graded episodes to kept groups, advantages, token weights and minibatches.
 
 Plain numpy in float64. Shapes: N prompts with G episodes each; at most n tokens follow a prompt. The reward of an
-episode that failed for a reason that is not the model's is NaN: it is in no mean.
+episode that failed for a reason that is not the model's is NaN, and enters no mean.
 """
 
 import dataclasses
@@ -102,7 +102,7 @@ def optimizer_steps(
         rules: the algorithm.
         groups: the episodes of each prompt, [N][G].
         room: sizes of the arrays.
-        models: by the name of their scores, at least those that the rules read; as before the step's first update.
+        models: as before the step's first update, by the name of their scores: at least `rules.read_scores`.
         max_new_tokens: maximum length of a completion.
     """
     kept = [group for group in groups if rules.zero_variance == "keep" or not _equal(rules, group)]
@@ -141,7 +141,7 @@ def optimizer_steps(
 
 
 def _as_read(rules: Rules, name: str, episodes: Sequence[Episode], room: Room) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens and prompt lengths from which a model computes the scores of this name; it may have own prompts."""
+    """The tokens, and lengths of prompts, from which a model computes the scores of this name."""
     distilled = rules.distilled
     if distilled is None or name != distilled.score or not distilled.own_prompts:
         return padded_tokens(episodes, room)
@@ -234,7 +234,7 @@ def advantages_of(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.
 
 
 def _with_arguments(rules: Rules, groups: Sequence[Sequence[Episode]]) -> Rules:
-    """The rules; a user's own advantage that reads parts or greedy rewards is given those of these groups."""
+    """The rules, with a user's own advantage bound to the parts and greedy rewards of these groups, if it reads any."""
     own = rules.advantage
     if not callable(own):
         return rules

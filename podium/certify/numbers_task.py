@@ -69,7 +69,7 @@ class Talking:
     """A conversation whose replies and rewards are those of the functions `reply_to`, `pay` and `final_pay`."""
 
     def __init__(self, question: str, vocab: int, seed: int) -> None:
-        """Hold a conversation about the question with this id; other seeds give other replies."""
+        """Hold a conversation about the question with this id; its replies depend on the seed."""
         self._question, self._vocab, self._seed = question, vocab, seed
         self._last = ""
 

@@ -16,7 +16,7 @@ UPDATES = 4
 SHAPE = (64, 96)
 WEIGHTS = ("one", "other")
 BETAS = {"mu": 0.9, "nu": 0.99}
-"""By the names that optax gives to Adam's moments."""
+"""Adam's betas, by the names that optax gives to its moments."""
 DEVIATIONS = 5.0
 """How many standard deviations the mean rounding error may be from 0; correct code exceeds it once in a million."""
 NEARLY = 1e-3  # of the distance between two numbers in bfloat16, for float32's own rounding

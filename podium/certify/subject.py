@@ -3,17 +3,16 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from podium.algorithms.recipes import Recipe
 from podium.certify.check_result import BAR, RECURRENT_BAR
-from podium.certify.naive import Scores, Sequences, Weights, continuation_values, distributions, in_float64, scores
+from podium.certify.naive import Scores, Sequences, continuation_values, distributions, in_float64, scores, wide
 from podium.certify.naive_rules import ENTROPY, OLD_LOGPROBS, Rules
 from podium.certify.naive_step import Episode, Room, Scored, optimizer_steps
 from podium.certify.numbers_task import (
@@ -268,8 +267,8 @@ class Subject:
     def _naive_values(self, tokens: np.ndarray, starts: np.ndarray, model: NaiveModel) -> np.ndarray:
         """The model's naive values before the tokens after each prompt, [S, n] float64."""
         with in_float64():
-            values = _naive_values(model.decoder, self.room.continuation)
-            return np.asarray(values(_wide(model.weights), tokens, starts))
+            n = self.room.continuation
+            return np.asarray(_values(wide(model.weights), tokens, starts, decoder=model.decoder, n=n))
 
     def naive_scores(
         self,
@@ -290,11 +289,9 @@ class Subject:
             decoder: of the weights; None: the subject's.
             penalty: the repetition penalty; 1 has no effect, as for the trained policy.
         """
+        table = self.naive_table(tokens, starts, weights, temperature, penalty=penalty, decoder=decoder)
         with in_float64():
-            score = _naive_scorer(decoder or self.decoder, self.room.continuation)
-            at = self.config.rollout.temperature if temperature is None else temperature
-            found = score(_wide(weights), tokens, starts, at, penalty)
-            return Scores(*(np.asarray(x) for x in found))
+            return Scores(*(np.asarray(x) for x in _scores(table, tokens, starts)))
 
     def naive_table(
         self,
@@ -310,14 +307,21 @@ class Subject:
         Arguments as for `naive_scores`.
         """
         with in_float64():
-            table = _naive_distributions(decoder or self.decoder, self.room.continuation)
-            at = self.config.rollout.temperature if temperature is None else temperature
-            return np.asarray(table(_wide(weights), tokens, starts, at, penalty))
+            table = _distributions(
+                wide(weights),
+                tokens,
+                starts,
+                decoder=decoder or self.decoder,
+                temperature=self.config.rollout.temperature if temperature is None else temperature,
+                penalty=penalty,
+                n=self.room.continuation,
+            )
+            return np.asarray(table)
 
 
-def _wide(weights: Arrays) -> Weights:
-    """Convert weights to float64; call it within `in_float64`."""
-    return {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
+_values = jax.jit(continuation_values, static_argnames=("decoder", "n"))
+_distributions = jax.jit(distributions, static_argnames=("decoder", "n"))
+_scores = jax.jit(scores)
 
 
 def episodes_of(group: Group) -> list[Episode]:
@@ -412,48 +416,6 @@ def _hint(index: int) -> list[int]:
 def one_device() -> jax.sharding.Mesh:
     """A mesh of the first device only."""
     return make_mesh("auto", jax.devices()[:1])
-
-
-@functools.cache
-def _naive_values(decoder: DecoderConfig, n: int) -> Callable[[Weights, np.ndarray, np.ndarray], jax.Array]:
-    return jax.jit(lambda weights, tokens, starts: continuation_values(weights, tokens, starts, decoder, n))
-
-
-class _NaiveScorer(Protocol):
-    def __call__(
-        self, weights: Weights, tokens: np.ndarray, starts: np.ndarray, temperature: float, penalty: float, /
-    ) -> Scores[jax.Array]: ...
-
-
-@functools.cache
-def _naive_scorer(decoder: DecoderConfig, n: int) -> _NaiveScorer:
-    def scored(
-        weights: Weights, tokens: jax.Array, starts: jax.Array, temperature: float, penalty: float
-    ) -> Scores[jax.Array]:
-        return scores(
-            distributions(
-                weights, tokens, starts=starts, decoder=decoder, temperature=temperature, penalty=penalty, n=n
-            ),
-            tokens,
-            starts,
-        )
-
-    return jax.jit(scored)
-
-
-class _NaiveDistributions(Protocol):
-    def __call__(
-        self, weights: Weights, tokens: np.ndarray, starts: np.ndarray, temperature: float, penalty: float, /
-    ) -> jax.Array: ...
-
-
-@functools.cache
-def _naive_distributions(decoder: DecoderConfig, n: int) -> _NaiveDistributions:
-    return jax.jit(
-        lambda weights, tokens, starts, temperature, penalty: distributions(
-            weights, tokens, starts=starts, decoder=decoder, temperature=temperature, penalty=penalty, n=n
-        )
-    )
 
 
 def _cut(completion: Completion, length: int) -> Completion:

@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 from podium.algorithms.controllers import KL_COEF
 from podium.certify.ledgers import Ledger, Ledgers
 from podium.certify.small_run import RunSettings, training_settings
 from podium.certify.subject import Subject, one_device
 from podium.certify.tiny import Arrays
+from podium.certify.updates import keeping_gradient
 from podium.config.schema import CheckpointConfig, Config
 from podium.hosts.distributed import AgreedStop
 from podium.hosts.signals import StopSignal
@@ -59,7 +58,7 @@ class OptimizerStep(NamedTuple):
     loss: float
     after: Arrays
     coefs: Mapping[str, float]
-    """The weights of its loss that the run adapts."""
+    """The adapted weights in its loss."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,24 +255,6 @@ def _replaced(thing: object, name: str, own: object) -> Iterator[None]:
         yield
     finally:
         delattr(thing, name)
-
-
-def keeping_gradient(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wrap an optimizer so that the first entry of its state is the last gradient that it received."""
-
-    def init(params: optax.Params) -> optax.OptState:
-        inner: Any = optimizer.init(params)
-        return (jax.tree.map(jnp.zeros_like, params), *inner)
-
-    def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
-    ) -> tuple[optax.Updates, optax.OptState]:
-        kept: Any = state
-        changes, inner = optax.with_extra_args_support(optimizer).update(updates, tuple(kept[1:]), params, **extra)
-        links: Any = inner
-        return changes, (updates, *links)
-
-    return optax.GradientTransformationExtraArgs(init, update)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from podium.certify.naive import (
     objective,
     scores,
     value_objective,
+    wide,
 )
 from podium.certify.naive_rules import VALUES, Rules
 from podium.certify.subject import (
@@ -79,7 +80,6 @@ PLAIN: Mapping[str, Any] = {
 }
 """The simplest settings of `train`: nothing in chunks, nothing recomputed."""
 HALF_STEP = 2.0**-24  # largest relative rounding error of a stored float32 number
-RATE = 0.1  # learning rate of the gradient descent that leads from one update to the next
 
 
 class Update(NamedTuple):
@@ -183,10 +183,10 @@ class Updates:
         params, frozen = subject.trained(form.mesh), subject.frozen(form.mesh)
         placed = self._prepared(form, settings, programs, groups or subject.groups, params | frozen)
         taught = self._compared_head(form.mesh)
-        state, found = init_state(params, _keeping_gradient(RATE)), []
+        state, found = init_state(params, DESCENT), []
         for _ in range(times):
             state, metrics = programs.train_step(state, placed, frozen | taught)
-            found.append(Update(float(metrics["loss"]), _host(state.opt_state), _host(state.params | frozen)))
+            found.append(Update(float(metrics["loss"]), _host(state.opt_state[0]), _host(state.params | frozen)))
         return found
 
     def _prepared(
@@ -249,9 +249,9 @@ class Updates:
         placed = self._prepared(form, settings, programs, subject.groups, subject.params(form.mesh))
         late = jnp.asarray(moved(np.asarray(placed.positions), np.asarray(placed.targets)), jnp.float32)
         placed = dataclasses.replace(placed, scores={**placed.scores, VALUES: placed.scores[VALUES] + late})
-        step = make_value_step(role_settings(model.role, settings), _keeping_gradient(RATE), clip=clip)
-        state, metrics = step(init_state(model.params(form.mesh), _keeping_gradient(RATE)), placed)
-        found = Update(float(metrics["loss"]), _host(state.opt_state), _host(state.params))
+        step = make_value_step(role_settings(model.role, settings), DESCENT, clip=clip)
+        state, metrics = step(init_state(model.params(form.mesh), DESCENT), placed)
+        found = Update(float(metrics["loss"]), _host(state.opt_state[0]), _host(state.params))
         return found, naive_value_update(_with_moved_values(subject.sequences), model, clip)
 
     def programs(self, form: Form) -> tuple[TrainSettings, TrainPrograms]:
@@ -263,7 +263,7 @@ class Updates:
         update = dataclasses.replace(update, head_chunk_tokens=chunk)
         settings = TrainSettings(self.subject.decoder, form.mesh, update)
         if settings not in self._programs:
-            self._programs[settings] = make_train_programs(settings, self.recipe, _keeping_gradient(RATE))
+            self._programs[settings] = make_train_programs(settings, self.recipe, DESCENT)
         return settings, self._programs[settings]
 
     def naive(self, weights: Arrays) -> NaiveUpdate:
@@ -302,10 +302,8 @@ def naive_update(
 ) -> NaiveUpdate:
     """Loss and gradient of an optimizer step from these weights, by the naive objective."""
     with precision():
-        own = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
-        given = jax.tree.map(jnp.asarray, sequences)
         gradient = _naive_gradient(subject.decoder, subject.rules, subject.config.rollout.temperature)
-        found, of_loss, of_size = gradient(own, given)
+        found, of_loss, of_size = gradient(wide(weights), jax.tree.map(jnp.asarray, sequences))
         gradients = {name: np.asarray(of_loss[name]) for name in trained_specs(subject.decoder)}
         norms = {name: max(_norm(value), _norm(np.asarray(of_size[name]))) for name, value in gradients.items()}
         loss, size, entropy, kl = (float(x) for x in found)
@@ -320,9 +318,8 @@ def moved(positions: np.ndarray, targets: np.ndarray) -> np.ndarray:
 def naive_value_update(sequences: Sequences[np.ndarray], model: NaiveModel, clip: float | None) -> Update:
     """Loss and gradient of an optimizer step of a model that estimates values, by the naive objective in float64."""
     with in_float64():
-        wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in model.weights.items()}
         own = jax.tree.map(jnp.asarray, sequences)
-        value, gradient = _naive_value_gradient(model.decoder, clip)(wide, own)
+        value, gradient = _naive_value_gradient(model.decoder, clip)(wide(model.weights), own)
         return Update(float(value), _host(gradient), model.weights)
 
 
@@ -409,13 +406,26 @@ def _norm(x: np.ndarray) -> float:
     return float(np.linalg.norm(x))
 
 
-def _keeping_gradient(rate: float) -> optax.GradientTransformation:
-    """Gradient descent whose state is the last gradient, so that it can be read exactly."""
+def keeping_gradient(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Wrap an optimizer so that the first entry of its state is the last gradient that it received."""
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return jax.tree.map(lambda g: -rate * g, updates), updates
+    def init(params: optax.Params) -> optax.OptState:
+        inner: Any = optimizer.init(params)
+        return (jax.tree.map(jnp.zeros_like, params), *inner)
 
-    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        kept: Any = state
+        changes, inner = optax.with_extra_args_support(optimizer).update(updates, tuple(kept[1:]), params, **extra)
+        links: Any = inner
+        return changes, (updates, *links)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+DESCENT = keeping_gradient(optax.sgd(0.1))
+"""The optimizer that leads from one update to the next."""
 
 
 class _Values(NamedTuple):
