@@ -131,7 +131,7 @@ def make_config(folder: Path, *, turns: int, model: str, prompts: int, **rollout
         settings = {"model": str(folder / "model"), "chat_template": str(folder / "chat.jinja")}
         if not (folder / "model").exists():
             (folder / "model").mkdir()
-            write_tiny_model(folder / "model")
+            write_tiny_model(folder / "model", longest=ROLLOUT["max_episode_tokens"])
             (folder / "chat.jinja").write_text(TEMPLATE)
     task = {"environment": "benches.children.talking:Waiting", "options": {"episodes": prompts, "eval_episodes": 1}}
     return Config.model_validate(

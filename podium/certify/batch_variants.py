@@ -25,19 +25,19 @@ class Variant(NamedTuple):
 
     @property
     def usable(self) -> "list[Variant]":
-        """The algorithm with all groups kept; and unchanged as a second one if it drops groups of equal rewards."""
+        """The algorithm with all groups kept, and if it drops groups of equal rewards, also as it is."""
         whole = self.changed(zero_variance="keep")
         return [whole] if self.rules.zero_variance == "keep" else [whole, self]
 
     @property
     def may_fail(self) -> bool:
-        """Whether it is checked with an episode that fails: once for each way to compute advantages."""
+        """Whether it is also checked with a failed episode; each way to compute advantages is, once."""
         rules = self.rules
         return (rules.kl, rules.old_logprobs, rules.zero_variance) == ("none", "sampler", "keep")
 
 
 def variants() -> Iterator[Variant]:
-    """Yield every recipe with two minibatches, and variants that set options that affect a batch."""
+    """Yield every recipe with two minibatches, and recipes with other options that affect a batch."""
     halves = {"minibatches": 2}
     dropping = {**halves, "zero_variance": "drop"}
     for name in (each for each in RECIPES if not RECIPES[each].preferences):

@@ -1,7 +1,7 @@
 """Checks of batches, without a model: which tokens are trained, and their weights, advantages and log-probabilities.
 
-The trainer's own `prepare_step` makes the batches; a table of numbers stands in for its scorers. They are compared with
-what `podium.certify.naive_step` computes from the same episodes and the same table.
+The trainer's own `prepare_step` makes the batches; a table of numbers stands in for its scorers. The batches are
+compared with what `podium.certify.naive_step` computes from the same episodes and the same table.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ Prediction = tuple[int, int, int, float]
 FORMS = (Form(packing="none"), Form(packing="sequences"), Form(), Form(rows=2))
 MOST_SHIFT = 2
 TABLES = {OLD_LOGPROBS: 0, ENTROPY: 0, KL_TO: 1, VALUES: 3}
-"""Argument `which` of `table` for the made-up scores of each name."""
+"""By name of a score: the argument `which` of `table` that makes it up."""
 OTHER_TABLE = 2
-"""The same for scores of any other name, by the model that is distilled."""
+"""The argument `which` for all other scores, which are those of a model that is distilled."""
 WEIGHT, ADVANTAGE = "weight", "advantage"
 """Names of a trained token's numbers in a batch beside its scores."""
 OF_BATCH = (
@@ -50,7 +50,7 @@ OF_BATCH = (
     "advantages",
     "chosen by covariance",
 )
-"""Names of the checks of batches, which explain red checks of updates."""
+"""Names of the checks of batches; a red one explains red checks of updates."""
 
 
 def batch_checks(updates: Updates) -> Iterator[Check]:
@@ -151,20 +151,20 @@ SEGMENTED = tuple(
     for form in FORMS
     for name, changes in (("grpo", {}), ("dr_grpo", {"credit": "turn", "gamma": 0.5}))
 )
-"""Algorithms for conversations of several segments; neither scores tokens by a model."""
+"""Forms and algorithms for conversations of several segments; neither algorithm reads scores by a model."""
 
 
 class Compared:
-    """The batches that the trainer makes of a step, beside those of the naive implementation."""
+    """The trainer's batches of a step, and those of the naive implementation."""
 
     def __init__(
         self, updates: Updates, form: Form, variant: Variant, groups: list[Group], *, segmented: bool = False
     ) -> None:
         """Prepare the step both ways.
 
-        `segmented`: the trainer is given conversations in which every turn goes on from its own prompt. Their
-        tokens then have the values of the conversations as they are, in other places; none of these values may be a
-        score by a model.
+        With `segmented`, the trainer gets conversations in which every turn continues from a prompt of its own. Each
+        token must still have the numbers that it has in the unchanged conversation. None of them may be a score by a
+        model, which would depend on the prompt.
         """
         subject = updates.subject
         given = [_segmented(each) for each in groups] if segmented else groups
@@ -182,7 +182,7 @@ class Compared:
 
     @property
     def shift(self) -> int:
-        """The largest shift, in positions, at which a batch's mask best matches the expected tokens; 0: aligned."""
+        """The largest number of positions by which a batch's mask is shifted from the expected tokens; 0 if none is."""
         wanted = {cell for each in self._expected for cell in each}
         return max((abs(_shift(batch, wanted)) for batch in self._batches), default=0)
 
@@ -190,7 +190,7 @@ class Compared:
     def missing(self) -> float:
         """Number of expected tokens missing from their optimizer step, as a fraction of all expected tokens.
 
-        A token is known by its input, its target and its sampled log-probability, wherever it is.
+        A token is identified by its input, its target and its sampled log-probability, whatever its position.
         """
         return self._share(lambda expected, found: _unplaced(expected) - _unplaced(cell for cell, _ in found))
 
@@ -201,7 +201,7 @@ class Compared:
 
     @property
     def misplaced(self) -> float:
-        """Share of the expected tokens that are trained at another position."""
+        """Share of the expected tokens that are trained, but at another position."""
 
         def unlike(expected: Any, found: Any) -> Counter[Prediction]:
             return Counter(list(expected)) - Counter([cell for cell, _ in found])
@@ -241,7 +241,7 @@ class Compared:
 
 
 def _unplaced(cells: Iterable[Prediction]) -> Counter[tuple[int, int, float]]:
-    """How often each token is among these, whatever its position."""
+    """Count the predictions of each token, whatever its position."""
     return Counter(cell[1:] for cell in cells)
 
 
@@ -251,7 +251,7 @@ def table(positions: np.ndarray, targets: np.ndarray, which: float) -> np.ndarra
 
 
 def _prepared(updates: Updates, form: Form, variant: Variant, groups: list[Group]) -> Sequence[Batch]:
-    """The batches that the trainer makes of groups, scored by `table`."""
+    """The trainer's batches of these groups, scored by `table`."""
     recipe = variant.recipe
     form = usable_form(form, recipe)
     settings, _ = updates.programs(form)
@@ -284,7 +284,7 @@ def _prepared(updates: Updates, form: Form, variant: Variant, groups: list[Group
 
 
 def _privileged(prompt: TaskPrompt) -> tuple[int, ...]:
-    """The tokens of a question and its answer, which are numbers."""
+    """The tokens of a privileged prompt: question and answer are numbers as text."""
     return tuple(map(int, f"{prompt.prompt.question} {prompt.prompt.answer}".split()))
 
 
@@ -306,7 +306,7 @@ def _naive_steps(subject: Subject, rules: Rules, groups: list[Group]) -> list[Se
 
 
 def _segmented(group: Group) -> Group:
-    """The group's conversations, with prompts in the place of the environment's replies."""
+    """The group's conversations, with prompts in place of the environment's replies."""
     changed = [
         dataclasses.replace(
             each,

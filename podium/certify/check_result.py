@@ -32,7 +32,7 @@ class Check:
     difference: float
     bar: float = BAR
     after: tuple[str, ...] = ()
-    """Names of checks whose failure makes this one fail too."""
+    """Names of the checks whose failure makes this one fail too."""
 
     @property
     def ok(self) -> bool:

@@ -45,11 +45,11 @@ from podium.train.step import make_score, shard_batch
 
 MESHES = (("dp:2,fsdp:2,tp:2", "dp:2,fsdp:4", "dp:2,tp:2", "dp:2"), ("fsdp:8", "fsdp:4", "fsdp:2,tp:2", "fsdp:2"))
 SPLIT_ROWS = (("fsdp:2,sp:4", "sp:4", "fsdp:2,sp:2", "sp:2"),)
-"""From each tuple, the first mesh for which there are enough devices and which divides the model is used."""
+"""Meshes in order of preference: from each tuple, the first with enough devices that divides the model is used."""
 OTHER_TEMPERATURE = 0.7
 CHUNK_TOKENS = 7 * 16  # 7 positions of 16 rows: they do not divide a row
 AS_CONFIGURED = "as configured"
-"""The form with the config's own settings: its check comes last, since a bug in any other form may show here too."""
+"""The form with the config's own settings: its check comes last, since a bug in any other form may show in it too."""
 BESIDE_UNPACKED = ("packing", "shared prompts")
 LONG_ROW = 160  # tokens: more than two blocks of attention
 
@@ -88,7 +88,7 @@ def model_checks(updates: Updates) -> Iterator[Check]:
 
 
 def scoring_checks(updates: Updates) -> Iterator[Check]:
-    """Check the scores by other models, and by the policy before a step, if the algorithm reads any."""
+    """Check the scores that the algorithm reads: by other models, and by the policy before a step."""
     expected, valid = updates.subject.sequences.scores, updates.subject.sequences.valid
     found = updates.scores(usable_form(UNPACKED, updates.recipe))
     pairs = [(found[name][valid], expected[name][valid]) for name in updates.subject.rules.read_scores if name in found]
@@ -119,7 +119,7 @@ def _score_error(updates: Updates, temperature: float, expected: list[np.ndarray
 
 
 def adapter_errors(subject: Subject) -> float:
-    """Number of parameters that are wrongly trained or wrongly not trained, plus 1 if the scale is wrong."""
+    """Number of parameters that are trained and should not be, or the reverse, plus 1 if the scale is wrong."""
     config, clone = subject.user.lora, tiny_clone(find_decoder(subject.user))
     assert config is not None
     if (lora := clone.lora) is None:
@@ -165,7 +165,7 @@ def update_checks(updates: Updates) -> Iterator[Check]:
         for name, model in subject.models.items():
             if model.role.learning is not None:
                 yield _value_check(updates, name, model.role.learning.clip, causes)
-        return  # completions of equal reward differ from what was expected of them
+        return  # even if rewards are equal, they differ from the values that were expected
     if recipe.demonstrations:
         return  # their advantage is 1, whatever their reward
     if (alone := of_rewards_alone(recipe)) != recipe:

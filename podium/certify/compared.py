@@ -115,7 +115,7 @@ def _answer_checks(subject: Subject, training: Training) -> Iterator[Check]:
 
 
 def _answers_fit(subject: Subject, training: Training) -> bool:
-    """Whether no answer is longer than the run allows."""
+    """Whether no answer is longer than the run allows, so that the naive form has room for all of them."""
     return fits(subject, [group for step in (*training.steps, training.resumed) for group in step.groups])
 
 
@@ -215,7 +215,7 @@ def _with_other_options(subject: Subject, causes: tuple[str, ...]) -> Check:
 
 
 def _carried_checks(subject: Subject, training: Training, followed: Sequence[Followed]) -> Iterator[Check]:
-    """Check what each step changes for the next: adapted coefficients, and models that move."""
+    """Check what each step changes for the next: adapted coefficients, and models that follow the policy."""
     for name in training.settings.moving:
         yield Check(
             name=f"moving {name}",
@@ -236,7 +236,7 @@ def _carried_checks(subject: Subject, training: Training, followed: Sequence[Fol
 
 
 def _wrongly_learned(step: Step) -> int:
-    """Number of a step's groups whose share of right answers was not learned, or wrongly."""
+    """Number of a step's groups whose share of right answers was not reported, or reported wrongly."""
     shares = [(group.prompt.prompt.id, [reward.parts["correct"] for reward in group.rewards]) for group in step.groups]
     expected = sorted((question, min(1.0, sum(own) / len(own))) for question, own in shares)
     found = sorted(step.shares)
@@ -252,9 +252,9 @@ def _wrong_in_step(subject: Subject, training: Training, step: Step, numbers: Se
 
 
 def _wrong_episodes(subject: Subject, training: Training, group: Group, number: int) -> int:
-    """Number of episodes of the group at this place of the run with a wrong prompt, reply, end or reward.
+    """Number of wrong episodes of the group at this place of the run: with a wrong prompt, reply, end or reward.
 
-    With demonstrations: with a wrong prompt, or an answer that is not the data's.
+    A demonstration is wrong if its prompt or its answer is not the data's.
     """
     question, seed = group.prompt.prompt.id, request_seed(training.config.seed, "train", number)
     numbers = Numbers(TaskSource(), vocab=subject.decoder.vocab, shortest=shortest_prompt(subject.recipe))
@@ -278,7 +278,7 @@ def _wrong_episodes(subject: Subject, training: Training, group: Group, number: 
 
 
 def _has_greedy(subject: Subject, training: Training, group: Group, own: Asked) -> bool:
-    """Whether a group has a greedy completion of its prompt, which ends where it must and has its text's reward."""
+    """Whether a group has a greedy completion of its prompt that ends where it must and has the reward of its text."""
     greedy = group.greedy
     if greedy is None or not np.array_equal(greedy.transcript.prompt, group.transcripts[0].prompt):
         return False
@@ -295,9 +295,10 @@ def demonstrated(recipe: Recipe, prompt: Prompt) -> list[tuple[str, float]]:
 
 
 def _unlike_the_engine(training: Training) -> int:
-    """Number of trained conversations that the engine did not hold, token for token.
+    """Number of trained conversations that differ in a token from those that the engine held.
 
-    The resumed step is counted by itself: what had ended before its checkpoint was drawn once, and is trained twice.
+    The resumed step is counted separately: conversations that had ended before its checkpoint were drawn once, and are
+    trained twice.
     """
     held = Counter(training.ledgers)
     wrong = 0
@@ -329,7 +330,7 @@ def _learned_weight_error(training: Training, name: str) -> float:
 
 
 def _followed_weights(naive: NaiveOptimizer, steps: Sequence[Sequence[OptimizerStep]], whole: int) -> float:
-    """The largest error of the weights after the optimizer steps of each step, of which it has up to `whole`."""
+    """The largest error of the weights after an optimizer step; each step of the run has up to `whole` of them."""
     worst = 0.0
     for number, updates in enumerate(steps):
         first = (number + 1) * whole - len(updates)  # a step with fewer updates uses its last learning rates
@@ -340,7 +341,7 @@ def _followed_weights(naive: NaiveOptimizer, steps: Sequence[Sequence[OptimizerS
 
 
 def _moved_elsewhere(subject: Subject, training: Training) -> int:
-    """Number of bytes of weights that changed outside an optimizer step, or that are frozen and changed."""
+    """Number of bytes of weights that changed outside an optimizer step, or changed although they are frozen."""
     now: Arrays = dict(subject.weights)
     learning: dict[str, Arrays] = {name: dict(subject.models[name].weights) for name in training.steps[0].learned}
     moved = 0
@@ -356,7 +357,7 @@ def _moved_elsewhere(subject: Subject, training: Training) -> int:
 def _other_step(found: Step, expected: Step) -> int:
     """Count differences between two steps: unequal episodes, and unequal elements of their states, before and after.
 
-    Adds 1 if the steps differ in their number of updates or episodes, and 1 if they leave other prompts.
+    Adds 1 if the steps differ in their number of updates or episodes, and 1 if the prompts that they leave differ.
     """
     ours, theirs = ([each for group in step.groups for each in episodes_of(group)] for step in (found, expected))
     made = [(step.updates, *step.learned.values()) for step in (found, expected)]
@@ -370,7 +371,7 @@ def _other_step(found: Step, expected: Step) -> int:
 
 
 def _unequal(found: Arrays, expected: Arrays) -> int:
-    """Number of elements that differ in their bits; 1 for an array of another form, or that is missing."""
+    """Number of bytes that differ; an array that is missing, or has another shape or format, counts as 1."""
     return sum(
         int(
             np.count_nonzero(np.frombuffer(found[name].tobytes(), np.uint8) != np.frombuffer(value.tobytes(), np.uint8))

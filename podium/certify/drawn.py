@@ -39,9 +39,9 @@ class Drawing:
 
     transcript: Transcript
     seed: int
-    """Of its prompt."""
+    """The seed of its prompt's request."""
     completion: int
-    """Its index among those of its request."""
+    """Its index among the completions of that request."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,18 +55,18 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """The tokens that one version of the weights drew, and what the naive form says of them, [n] each."""
+    """The tokens that one version of the weights drew, with what the naive form computes for them, [n] each."""
 
     recorded: np.ndarray
     """Log-probabilities by the sampler, before penalty and cuts."""
     naive: np.ndarray
-    """The same by the naive form."""
+    """Log-probabilities of the same tokens by the naive form."""
     errors: DrawErrors
-    """Of the distribution drawn from."""
+    """Errors of the draws, and of log-probabilities under the distribution drawn from."""
     behind: np.ndarray
-    """How much less likely than the likeliest, in nats."""
+    """By how many nats each token is less likely than the likeliest one."""
     scores: np.ndarray
-    """Where each token lies in its distribution, as a normal number: the same for all distributions."""
+    """Where each token lies in its distribution, as a standard normal number (`normal_scores`)."""
     rows: np.ndarray
     """Index of the episode of each token."""
     places: np.ndarray
@@ -76,7 +76,11 @@ class Drawn:
 def sampling_checks(
     subject: Subject, training: Training, numbers: Sequence[Sequence[Sequence[int]]], talk: tuple[str, ...]
 ) -> Iterator[Check]:
-    """Check the tokens of a run; `numbers` are the places of each step's groups, all possible ones."""
+    """Check the tokens that a run drew.
+
+    `numbers` has the possible lists of places of each step's groups in the run's sequence of prompts, and `talk` the
+    names of the checks of conversations.
+    """
     rollout = training.config.rollout
     sampling = Sampling(
         temperature=rollout.temperature,
@@ -121,7 +125,7 @@ def sampling_checks(
     )
     yield Check(
         name="independent draws",
-        claim="tokens at neighbouring positions, in completions of a prompt and of other prompts are independent",
+        claim="tokens at neighbouring positions are independent, and so are tokens of different completions",
         difference=_dependence(steps),
         bar=DEVIATIONS,
         after=(*causes, "draws"),
@@ -131,7 +135,7 @@ def sampling_checks(
 def _of_step(
     subject: Subject, training: Training, step: Step, numbers: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[Drawn]:
-    """What was drawn of a step's groups, at those of the possible places that fit best."""
+    """The drawn tokens of a step's groups, at whichever of the possible places fits them best."""
 
     def at(places: Sequence[int]) -> list[Drawn]:
         drawings = [
@@ -169,7 +173,7 @@ def _pair(found: dict[str, list[float]], kind: str, one: float, other: float | N
 
 
 def _behind_likeliest(subject: Subject, training: Training, groups: Sequence[Group]) -> float:
-    """How much less likely, in nats, a token of greedy completions is at most than the likeliest one."""
+    """The most by which a token of greedy completions is less likely than the likeliest one, in nats."""
     greedy = [group.greedy for group in groups if group.greedy is not None]
     episodes = [episode_of(*each) for each in greedy]
     tokens, starts = padded_tokens(episodes, subject.room)
@@ -184,7 +188,7 @@ def _behind_likeliest(subject: Subject, training: Training, groups: Sequence[Gro
 
 
 def fits(subject: Subject, groups: Sequence[Group]) -> bool:
-    """Whether all answers fit into the naive form's arrays; one that does not is longer than any can be."""
+    """Whether all answers fit into the naive form's arrays; one that does not is longer than the run allows."""
     answers = [each for group in groups for each in group.transcripts]
     answers += [group.greedy.transcript for group in groups if group.greedy is not None]
     room = subject.room
@@ -202,7 +206,7 @@ def compared(subject: Subject, training: Training, drawings: Sequence[Drawing], 
 
 
 def _of_some(subject: Subject, training: Training, drawings: Sequence[Drawing], sampling: Sampling) -> Iterator[Drawn]:
-    """The same of at most as many episodes as fit into the room."""
+    """As `compared`, for at most as many episodes as the naive form's arrays have rows."""
     episodes = [episode_of(each.transcript, FAILED) for each in drawings]
     tokens, starts = padded_tokens(episodes, subject.room)
     known = [_known(*pair) for pair in zip(drawings, episodes, strict=True)]

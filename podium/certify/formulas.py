@@ -62,9 +62,9 @@ OPTIONED: Mapping[str, Changes] = {
     "dppo_tv": {"weight_cap": 1.3},
     "dppo_kl": {"weight_cap": 1.3},
 }
-"""Losses with options, which the formulas get too."""
+"""Losses with options, and values of these options for the trainer and the formulas."""
 LIKE_GRPO: Changes = {"loss": "clipped", "loss_options": {}}
-"""What makes a recipe of preferences one that samples, for the formulas that preferences do not use."""
+"""Turns a recipe of preferences into one that samples, to check the formulas that preferences do not use."""
 LABELLED: Changes = {"beta": 0.4, "desirable_weight": 1.3, "undesirable_weight": 0.6}
 PREFERENCES: Mapping[str, Changes] = {
     "dpo": {"beta": 0.3, "label_smoothing": 0.2},
@@ -72,7 +72,7 @@ PREFERENCES: Mapping[str, Changes] = {
     "dpo_hinge": {"beta": 0.4},
     "kto": LABELLED,
 }
-"""Losses of preferences, with options whose terms are all of some size."""
+"""Losses of preferences, with options that give every term a noticeable size."""
 POINT = 0.8
 CORRECTED: Changes = {**UNEVEN, "loss": "clipped", "old_logprobs": "trainer"}
 CLAIMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -95,7 +95,7 @@ CLAIMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("clip", "kl"),
     ),
 }
-"""What each check of the loss's formulas says, and the checks that explain it."""
+"""The claim of each check of the loss's formulas, and the names of the checks that explain a red one."""
 RULE_STEPS, RULE_TOTAL = 5, 7
 """Number of updates made with each update rule, and the length of the learning-rate schedule."""
 RULE_OPTIONS: Changes = {
@@ -125,9 +125,9 @@ RULE_WEIGHTS = (
 BFLOAT16_BAR = 2.0**-6
 """Bar for weights whose moments are kept in bfloat16: each moment is off by up to 2^-7, and an update uses two."""
 BFLOAT16_MUON_BAR = 2.0**-3
-"""The same for Muon, whose iterations enlarge small components of a moment up to 482 times, so that rounding could turn
-all of a direction that gradients hardly have. 0.05 and 0.08 of an update were measured; smaller errors than an eighth
-are only seen with moments in float32."""
+"""Bar for Muon with moments in bfloat16: its iterations enlarge small components of a moment up to 482 times, so
+rounding may change the whole direction where gradients have almost none. Errors of 0.05 and 0.08 of an update were
+measured; errors below an eighth are noticed only with moments in float32."""
 MUON_BAR = 1e-3
 """Bar for Muon: each of its five iterations enlarges small components of a gradient 3.44 times, so float32's rounding
 of 2^-24 becomes 3e-5 of the result in each of a few sums."""
@@ -176,9 +176,9 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
 
 
 def formula_cases(own: Rules) -> dict[str, list[Changes]]:
-    """The options with which each formula is checked, by the check's name: others' have no effect in them.
+    """The options with which each formula is checked, by the check's name; other formulas have no effect with them.
 
-    One case of each has the values of the config, whose rules are `own`.
+    One case of each formula has the values of the config, whose rules are `own`.
     """
     clip: list[Changes] = [{**PLAIN, **_values(own, "clip_low", "clip_high", "dual_clip", "old_logprobs")}]
     clip += [{**UNEVEN, "loss": loss} for loss in ("clipped", "gspo", "cispo", "gmpo", "reinforce")]
@@ -238,7 +238,7 @@ def _schedule_error(config: OptimizerConfig, total: int) -> float:
 
 
 def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) -> float:
-    """Relative error of the token losses or of their gradient; `only_kl`: advantages are 0, so only the KL is left."""
+    """Relative error of the token losses or of their gradient; with `only_kl`, advantages are 0 and the KL is left."""
     recipe = dataclasses.replace(subject.recipe, **changes)
     rules = dataclasses.replace(subject.rules, **changes)
     random = np.random.default_rng(0)
@@ -318,7 +318,7 @@ def _losses_of_preferences(subject: Subject) -> Iterator[Changes]:
 
 
 def _error_of_preferences(subject: Subject, changes: Changes) -> float:
-    """Relative error of the losses of S completions of preferences, or of their gradient.
+    """Relative error of the losses of S preferred or rejected completions, or of their gradient.
 
     The trainer is given the two completions of a pair as two segments of one row, after a prompt of one token.
     """
@@ -353,8 +353,9 @@ def _error_of_preferences(subject: Subject, changes: Changes) -> float:
 
     (_, losses), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(rows(logprobs))
     found, slopes = (np.asarray(x)[:, 1:].reshape(S, LENGTH) for x in (losses, gradient))
-    scores = {KL_TO: kl_to, KL_POINT: np.asarray(POINT)}
-    sequences = _made_up(valid, weights, advantages, np.zeros((S, LENGTH)), scores=scores)
+    nothing = np.zeros((S, LENGTH))
+    scores = {OLD_LOGPROBS: nothing, KL_TO: kl_to, KL_POINT: np.asarray(POINT)}
+    sequences = _made_up(valid, weights, advantages, nothing, scores=scores)
     expected, slope = _naive_losses(rules, logprobs, sequences)
     return max(relative(found, expected), relative(slopes, slope))
 

@@ -92,7 +92,7 @@ def _precise_cpu() -> Iterator[None]:
 
 
 def logits(weights: Weights, tokens: jax.Array, decoder: DecoderConfig, places: jax.Array | None = None) -> jax.Array:
-    """Logits [n, V] for the token after each of those at `places` [n] in one sequence [T]; None: after each of all."""
+    """Logits [n, V] of the tokens that follow those at `places` [n] of a sequence [T]; None: that follow each token."""
     states = hidden_states(weights, tokens, decoder)
     return (states if places is None else states[places]) @ weights["embed" if decoder.tied else "head"].T
 
@@ -167,7 +167,7 @@ def _gated(
     activation: Activation,
     biases: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """What a gated linear unit makes of [T, D]; `biases` are of gate, up and down."""
+    """The output [T, D] of a gated linear unit for `y` [T, D]; `biases` are those of gate, up and down."""
     shut, passed = y @ gate, y @ up
     if biases:
         shut, passed = shut + biases[0][None], passed + biases[1][None]
@@ -184,7 +184,7 @@ def _gated(
 
 
 def _of_experts(y: jax.Array, w: Weights, experts: Experts) -> jax.Array:
-    """What a mixture of experts makes of [T, D]: all experts compute all tokens, most with a share of 0."""
+    """The output [T, D] of a mixture of experts for `y` [T, D]: all compute every token, most with a share of 0."""
     logits = y @ w["router"] + (w["router_bias"][None] if experts.bias else 0.0)
     shares = jax.nn.softmax(logits, axis=-1)  # [T, E]
     least = jnp.sort(shares, axis=-1)[:, -experts.top, None]
@@ -278,8 +278,8 @@ def distributions(
 ) -> jax.Array:
     """Log-probabilities [S, n, V] of all tokens at the n places after each prompt: of softmax(logits / temperature).
 
-    With a repetition penalty other than 1, logits of all earlier tokens of the sequence are first divided by it where
-    they are positive, and multiplied elsewhere.
+    With a repetition penalty other than 1, logits of all earlier tokens of the sequence are first divided by it if they
+    are positive, and multiplied by it otherwise.
 
     Args:
         weights: by parameter name.
@@ -287,7 +287,7 @@ def distributions(
         starts: [S] int32, lengths of the prompts.
         decoder: the model's architecture.
         temperature: of the softmax.
-        penalty: on repetition; 1: none.
+        penalty: the repetition penalty; 1 has no effect.
         n: number of places after each prompt.
     """
 
@@ -303,7 +303,7 @@ def distributions(
 
 
 def scores(table: jax.Array, tokens: jax.Array, starts: jax.Array) -> Scores[jax.Array]:
-    """Scores of the tokens after each prompt, [S, n], under `distributions` [S, n, V]; tokens as there."""
+    """Scores [S, n] of the tokens after each prompt; `table` [S, n, V] holds the `distributions` after the prompts."""
 
     def of_one(own: jax.Array, tokens: jax.Array, start: jax.Array) -> Scores[jax.Array]:
         entropy = -jnp.sum(jnp.exp(own) * own, axis=-1)
@@ -458,7 +458,7 @@ def _vespo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequenc
 
 
 def _dppo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequences[jax.Array]) -> jax.Array:
-    """DPPO (arXiv:2602.04879): no token whose binary divergence is too large and still growing."""
+    """DPPO (arXiv:2602.04879): tokens whose binary divergence is too large and still growing have no loss."""
     A, p, q = sequences.advantages, jnp.exp(logprobs), jnp.exp(old)
     divergence = jnp.abs(p - q)
     if rules.loss == "dppo_kl":
@@ -498,7 +498,7 @@ SOFT = {
     "dppo_kl": _dppo,
     "gmpo": _gmpo,
 }
-"""The losses that are not PPO's or a log-likelihood's."""
+"""The losses of single completions that are neither PPO's nor a log-likelihood's."""
 
 
 def _of_pairs(rules: Rules, logprobs: jax.Array, sequences: Sequences[jax.Array]) -> jax.Array:
@@ -532,11 +532,11 @@ def _kto(rules: Rules, logprobs: jax.Array, sequences: Sequences[jax.Array]) -> 
 
 
 PREFERRED = {"dpo": _of_pairs, "ipo": _of_pairs, "dpo_hinge": _of_pairs, "kto": _kto}
-"""The losses of preferences, of log-ratios to the scores KL_TO."""
+"""The losses of preferences: functions of log-ratios to the scores KL_TO."""
 
 
 def kl_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences[jax.Array]) -> jax.Array:
-    """The KL term of each token, [S, n], with its weight and maybe the ratio; 0 without one in the loss."""
+    """The KL term of each token, [S, n], times its weight, and with `kl_by_ratio` times the ratio; 0 without a KL."""
     kl = kl_values(rules, logprobs, sequences)
     if rules.kl_by_ratio:
         old = sequences.sampled_logprobs if rules.old_logprobs == "sampler" else sequences.scores[OLD_LOGPROBS]

@@ -203,7 +203,7 @@ def _kl_point(rules: Rules, episodes: Sequence[Episode], room: Room, models: Map
 
 
 def advantages_of(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Advantages [N, G] by `rules.advantage`, from rewards and numbers of trained tokens, [N, G] each; 0 without."""
+    """Advantages [N, G] by `rules.advantage`, from rewards and numbers of trained tokens; 0 where a reward is NaN."""
     count = np.maximum(np.sum(~np.isnan(rewards), axis=1, keepdims=True), 1)  # [N, 1]
     total = np.nansum(rewards, axis=1, keepdims=True)
     centred = rewards - total / count
@@ -277,9 +277,9 @@ def _of_values(
 
 
 def _of_turns(rules: Rules, groups: Sequence[Sequence[Episode]], trained: np.ndarray) -> np.ndarray:
-    """The advantage of each token, [N * G, n]: that of the return from its turn on, among those who had that turn.
+    """The advantage of each token, [N * G, n]: that of the return from its turn on, among episodes that had that turn.
 
-    `trained` [N * G, n] says which tokens are trained. A turn that one episode of its group alone reached has 0.
+    `trained` [N * G, n] says which tokens are trained. A turn that only one episode of its group reached has 0.
     """
     flat = [episode for group in groups for episode in group]
     returns = [_returns(rules, episode) for episode in flat]
@@ -444,7 +444,7 @@ def _length_weighted(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> 
 
 
 def _rescaled(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """GPG (arXiv:2504.02546): as if the batch were the groups alone whose rewards differ."""
+    """GPG (arXiv:2504.02546): as if the batch consisted only of the groups whose rewards differ."""
     known = [row[~np.isnan(row)].tolist() for row in rewards]
     taught = sum(len(row) for row in known if len(set(row)) > 1)
     means = [np.mean(row) if row else 0.0 for row in known]

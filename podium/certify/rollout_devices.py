@@ -26,11 +26,11 @@ from podium.sharding import ShardingRules, make_mesh
 
 DEVICES, GROUP = 4, 2
 OF_ONE_DEVICE = ("hand-over", "greedy completions", "repetition penalty", "cuts", "draws")
-"""Checks of a run's answers on one device: what is wrong there need not be so because of several."""
+"""Checks of a run's answers on one device; if one of them is red, the cause need not be that there are several."""
 
 
 def rollout_device_checks(updates: Updates) -> Iterator[Check]:
-    """Compare the log-probabilities and draws of such an engine with the naive ones, if there are enough devices."""
+    """Compare log-probabilities and draws of an engine on DEVICES devices with the naive ones, if there are as many."""
     subject, mesh = updates.subject, device_mesh(updates.subject)
     if mesh is None:
         return
@@ -58,7 +58,9 @@ def with_room(settings: RolloutConfig) -> RolloutConfig:
 
 
 def device_mesh(subject: Subject) -> jax.sharding.Mesh | None:
-    """The devices, simulated ones of the CPU if there is only one; None if they are too few for this model."""
+    """A mesh of DEVICES devices, simulated on the CPU if there is only one; None if too few, or if they do not divide
+    the model.
+    """
     devices = jax.devices() if len(jax.devices()) > 1 else jax.devices("cpu")
     if len(devices) < DEVICES:
         return None

@@ -131,7 +131,7 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
 
 
 def _small_models(roles: Sequence[Role], policy: DecoderConfig, weights: Arrays) -> Mapping[str, NaiveModel]:
-    """The models beside a policy with these weights, by the name of their role, each small and with its vocabulary."""
+    """The models beside a policy with these weights, by their role's name: small ones with the policy's vocabulary."""
     found: dict[str, NaiveModel] = {}
     for role in roles:
         if role.phase == SCORE:
@@ -284,9 +284,10 @@ def training_settings(subject: Subject) -> RunSettings:
 
 
 def _targets(subject: Subject, entropy: float) -> dict[str, float]:
-    """Replace the targets of adapted coefficients by what the clone has, so that they move, both ways.
+    """Targets of adapted coefficients that are the clone's own numbers, so that coefficients move both ways.
 
-    `entropy` is the mean of the subject's own step. The bonus then meets its bounds within half a step of its start.
+    `entropy` is the mean over the subject's own step. The bonus is bounded half a step above its start, so that it
+    reaches the bound.
     """
     rules, found = subject.rules, dict[str, float]()
     if rules.entropy_target is not None:
@@ -301,13 +302,13 @@ def _targets(subject: Subject, entropy: float) -> dict[str, float]:
 
 
 def of_rewards_alone(recipe: Recipe) -> Recipe:
-    """The recipe without the terms of its loss that are not made of rewards: they change weights without any reward."""
+    """The recipe without the terms of its loss that do not depend on rewards, so that only rewards change weights."""
     options = {**recipe.loss_options, **({"kl_weight": 0.0} if recipe.loss == "kl_cov" else {})}
     return dataclasses.replace(recipe, kl="none", kl_coef=0.0, entropy_bonus=0.0, teaching=None, loss_options=options)
 
 
 def with_other_options(subject: Subject) -> Subject:
-    """The same subject with GRPO and several options that most configs leave unset; each of them affects an update."""
+    """The same subject with GRPO and options that most configs leave unset; each of them affects an update."""
     algorithm = AlgorithmConfig(
         recipe="grpo",
         mean="token",

@@ -45,21 +45,21 @@ ROW_TOKENS = 28
 """Tokens per row of a batch; most rows hold several sequences."""
 NOISE = 0.3  # nat between a recorded log-probability and the sampler's, so that ratios lie on both sides of a clip
 RIGHT, RIGHT_FROM = "right", 0.5
-"""A part of rewards without weight in the groups of `Subject.groups`: whether the total exceeds a bound."""
+"""A part, without weight, of the rewards in `Subject.groups`: whether the total exceeds RIGHT_FROM."""
 SPAN_ARRAYS = ("tokens", "sampled_logprobs", "full_logprobs", "versions")
-HINT = 12  # most tokens that a privileged prompt has more than the policy's
+HINT = 12  # most tokens by which a privileged prompt is longer than the policy's
 ALIKE = 1  # index of the group whose completions all have the same reward
 TALK = 2  # index of the group whose longer episodes contain an environment's replies
 FAILED = 3  # index of the group in which an episode fails, in the checks of batches
 
 
 class Lengths(NamedTuple):
-    """Lengths in tokens of what is made for a subject's step."""
+    """Lengths in tokens of the prompts and completions of a subject's step."""
 
     shortest_prompt: int
     longest_prompt: int
     completion: int
-    """Of the longest completion; the shortest has one token."""
+    """The length of the longest completion; the shortest has one token."""
 
     def prompts(self, count: int, least: int) -> list[int]:
         """Lengths of `count` prompts, of at least `least` tokens."""
@@ -76,7 +76,7 @@ class NaiveModel(NamedTuple):
     """A small model in a role of the run."""
 
     role: Role
-    """With the small model's decoder."""
+    """Its role, with the small model's decoder."""
     weights: Arrays
 
     @property
@@ -85,7 +85,7 @@ class NaiveModel(NamedTuple):
         return self.role.decoder
 
     def params(self, mesh: jax.sharding.Mesh) -> Params:
-        """Copy its weights to a mesh; a new copy in every call."""
+        """Copy its weights to a mesh; every call makes a new copy."""
         shardings = param_shardings(param_specs(self.decoder), ShardingRules(mesh, TRAIN_AXES))
         return {name: jax.device_put(x, shardings[name], may_alias=False) for name, x in self.weights.items()}
 
@@ -110,7 +110,7 @@ class Subject:
     lengths: Lengths = SHORT
 
     def params(self, mesh: jax.sharding.Mesh, weights: Arrays | None = None) -> Params:
-        """Copy `weights` (None: the subject's) to a mesh; a new copy in every call, since updates donate theirs."""
+        """Copy `weights` (None: the subject's) to a mesh; every call makes a new copy, since updates donate theirs."""
         shardings = param_shardings(param_specs(self.decoder), ShardingRules(mesh, TRAIN_AXES))
         return {
             name: jax.device_put(value, shardings[name], may_alias=False)
@@ -153,7 +153,7 @@ class Subject:
 
     @property
     def requests(self) -> list[Request]:
-        """What the engine is asked for `sampled`."""
+        """The requests whose completions are `sampled`."""
         settings = dataclasses.replace(
             sampling_params(self.config.rollout), stop=(), max_new_tokens=self.lengths.completion
         )
@@ -199,7 +199,7 @@ class Subject:
 
     @property
     def failing_groups(self) -> list[Group]:
-        """The same groups, with an episode and a greedy completion that failed for a reason that is not the model's."""
+        """The groups, in which one episode and one greedy completion failed for a reason that is not the model's."""
         *others, group = self.groups
         assert len(others) == FAILED, "the last group has one that fails"
         assert others[0].greedy is not None, "every group has one"
@@ -210,7 +210,7 @@ class Subject:
 
     @property
     def converses(self) -> bool:
-        """Whether a task of the user's config has conversations; then the run that is watched has them."""
+        """Whether a task of the user's config has conversations; the watched run has them then too."""
         return self.config.rollout.max_episode_tokens is not None
 
     @property
@@ -242,7 +242,7 @@ class Subject:
         weights: Arrays,
         others: Mapping[str, Arrays] = MappingProxyType({}),
     ) -> list[Sequences[np.ndarray]]:
-        """The naive implementation's optimizer steps for one pass over `groups`, starting from `weights`.
+        """The naive implementation's optimizer steps for one pass over `groups`, starting from the policy's `weights`.
 
         `others` replaces weights of the models beside the policy, by the name of their role.
         """
@@ -257,7 +257,7 @@ class Subject:
         return optimizer_steps(rules, episodes, self.room, models, max_new_tokens=self.longest)
 
     def _scored_by(self, model: NaiveModel) -> Scored:
-        """A model's naive scores of the tokens after each prompt: as its head and its role are."""
+        """The function by which a model scores tokens: values, log-probabilities, or those of the whole vocabulary."""
         weights, decoder = model.weights, model.decoder
         if decoder.scores != "none":
             return lambda tokens, starts: self._naive_values(tokens, starts, model)
@@ -288,7 +288,7 @@ class Subject:
             weights: by parameter name.
             temperature: of the softmax; None: the config's.
             decoder: of the weights; None: the subject's.
-            penalty: on repetition; 1: none, as for the trained policy.
+            penalty: the repetition penalty; 1 has no effect, as for the trained policy.
         """
         with in_float64():
             score = _naive_scorer(decoder or self.decoder, self.room.continuation)
@@ -316,7 +316,7 @@ class Subject:
 
 
 def _wide(weights: Arrays) -> Weights:
-    """The weights in float64; within `in_float64`."""
+    """Convert weights to float64; call it within `in_float64`."""
     return {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
 
 
@@ -358,7 +358,7 @@ def episode_of(transcript: Transcript, reward: Reward, baseline: float = np.nan,
 
 
 def with_long_sequences(subject: Subject) -> Subject:
-    """The same subject with a step of long sequences: of many pages, blocks and chunks of a prompt."""
+    """The same subject with a step of long sequences: they fill many pages and blocks, and prompts many chunks."""
     rollout = subject.config.rollout.model_copy(
         update={
             "max_prompt_tokens": LONG.longest_prompt,
@@ -373,7 +373,7 @@ def with_long_sequences(subject: Subject) -> Subject:
 
 
 def shortest_prompt(recipe: Recipe) -> int:
-    """The least number of tokens of a prompt: two in pairs, which share all but the last."""
+    """The least number of tokens of a prompt: two for pairs, whose rows share all tokens of a prompt but the last."""
     return 2 if recipe.data_form == "pair" else 1
 
 

@@ -40,7 +40,7 @@ def tiny_clone(decoder: DecoderConfig) -> DecoderConfig:
 
 
 def _check_kinds(block: Block, decoder: DecoderConfig) -> None:
-    """Raises ModelError for kinds of layers that the naive form does not compute."""
+    """Raise ModelError for kinds of layers that the naive form does not compute."""
     if not isinstance(block.mixer, Attention | DeltaNet) or not isinstance(block.feed_forward, Mlp | Experts):
         kinds = " and ".join(type(kind).__name__ for kind in block.kinds)
         raise ModelError(f"certify has no naive form of a layer of this {decoder.model_type}: {kinds}")

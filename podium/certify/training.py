@@ -3,7 +3,7 @@
 `run_steps`, `Sampler` and `Trainer` are those of every run; only progress display and metric records are stubbed. The
 run has several minibatches with several updates each, completions that continue across updates, groups of equal
 rewards, warm-up, weight decay, and clipped gradients. If the config has tools or environments, its prompts are answered
-by conversations, and what the engine is given of each is recorded.
+by conversations, and the tokens that the engine is given of each are recorded.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ from podium.train.trainer import Trainer
 
 
 class OptimizerStep(NamedTuple):
-    """The inputs and results of one optimizer step of the policy, or of another model that is trained."""
+    """Inputs and results of an optimizer step of the policy, or of another model that is trained."""
 
     before: Arrays  # the trained weights before the step
     gradient: Arrays
@@ -71,26 +71,26 @@ class Step:
     groups: Sequence[Group]
     updates: list[OptimizerStep]
     learned: Mapping[str, list[OptimizerStep]]
-    """Those of the other models that are trained, by the name of their role."""
+    """The optimizer steps of the other models that are trained, by the name of their role."""
     models: Mapping[str, Arrays]
     """The weights of all other models that change, before the step, by the name of their role."""
     coefs: Mapping[str, float]
-    """The numbers that the run adapts, before the step; empty if it adapts none."""
+    """The coefficients that the run adapts, before the step; empty if it adapts none."""
     state: Arrays
     """Every array of the run's state before the step, moments included, by its path."""
     charged: Mapping[str, float]
-    """The weight of the KL in its rewards, by KL_COEF; empty if it is not in rewards."""
+    """The weight of the KL in the step's rewards, with KL_COEF as its key; empty if rewards have no KL."""
     shares: Sequence["Share"]
-    """What choosing the next prompts was told of its groups."""
+    """The shares of right answers that were reported for its groups."""
     position: Position
-    """In the run's prompts, after the step's groups were taken."""
+    """The position in the run's prompts after the step's groups were taken."""
 
 
 class Share(NamedTuple):
     """The share of right answers to a prompt, by which prompts are chosen and retired."""
 
     prompt: str
-    """Its id."""
+    """The prompt's id."""
     share: float
 
 
@@ -100,10 +100,10 @@ class Evaluated(NamedTuple):
     greedy: Sequence[Group]
     sampled: Sequence[Group]
     label: str
-    """The task's."""
+    """The task's label."""
     scores: TaskScores
     undisturbed: bool
-    """Whether it left the run's position as it was."""
+    """Whether the evaluation left the run's position unchanged."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,9 +133,9 @@ class Training:
 
 
 def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
-    """Train the subject for a few steps and record them; then resume before the last one, and record it again.
+    """Train the subject for a few steps and record them; then resume before the last step, and record that again.
 
-    With `evaluated`, evaluate the last weights too.
+    With `evaluated`, also evaluate the last weights.
     """
     settings, mesh = training_settings(subject), one_device()
     spec = run_spec(settings.config, subject.decoder, mesh)
@@ -181,7 +181,7 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
 
 @contextlib.contextmanager
 def _learning(tasks: TaskMixture) -> Iterator[list[Share]]:
-    """Record within the context what the tasks learn of the answers to their prompts."""
+    """Record, within the context, the shares of right answers that are reported to the tasks."""
     found: list[Share] = []
     learn = tasks.learn
 
@@ -278,9 +278,9 @@ def keeping_gradient(optimizer: optax.GradientTransformation) -> optax.GradientT
 
 @contextlib.contextmanager
 def _watched(trainer: Trainer, rollouts: Sampler, shares: list[Share]) -> Iterator[list[Step]]:
-    """Record within the context what goes into each step and update of a trainer, and what comes out.
+    """Record, within the context, the inputs and results of each step and update of a trainer.
 
-    `shares` has what was learned since the last step, and is emptied in each.
+    `shares` collects what is reported to the tasks; each step takes it and empties the list.
     """
     steps: list[Step] = []
     prepare = trainer.prepare
@@ -314,7 +314,7 @@ def _watched(trainer: Trainer, rollouts: Sampler, shares: list[Share]) -> Iterat
 
 
 def _recording(run: TrainStep, into: Callable[[], list[OptimizerStep]]) -> TrainStep:
-    """The same program, which adds what it was given and made to a list of the current step."""
+    """Wrap a program so that it appends its inputs and results to a list of the current step."""
 
     def recorded(state: TrainState, batch: Batch, frozen: Params | None = None, /) -> tuple[TrainState, Metrics]:
         before = _copied(state.params)

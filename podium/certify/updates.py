@@ -1,4 +1,4 @@
-"""Runs one update of the trainer's compiled program in a given form and keeps its gradient; and the naive update.
+"""Runs an update by the trainer's compiled program in a given form, or by the naive objective, and keeps its gradient.
 
 A form (`Form`) is a choice that must not change the result: packing, rows per micro-batch, mesh, memory and kernels.
 """
@@ -104,7 +104,7 @@ class Sizes(NamedTuple):
 
 
 class NaiveUpdate(NamedTuple):
-    """Loss and gradient of an update by the naive objective, and what an error of them is relative to."""
+    """Loss and gradient of an update by the naive objective, and the sizes that errors of them are relative to."""
 
     loss: float
     gradient: Arrays
@@ -192,7 +192,7 @@ class Updates:
     def _prepared(
         self, form: Form, settings: TrainSettings, programs: TrainPrograms, groups: list[Group], policy: Params
     ) -> Batch[jax.Array]:
-        """The batch of these groups on the devices, with its scores and advantages, as the trainer prepares it."""
+        """The batch of these groups on the devices, with scores and advantages, as the trainer prepares it."""
         (placed,), _ = prepare_step(
             groups,
             self.recipe,
@@ -271,11 +271,11 @@ class Updates:
         return naive_update(self.subject, self.subject.sequences, weights)
 
     def bar(self, difference: float, weights: Arrays | None = None) -> float:
-        """Tolerance of this difference of a gradient from these weights; unset: from the subject's own.
+        """Tolerance of this difference of a gradient at these weights (None: the subject's own).
 
-        It is the subject's; where that is not enough, one that is measured, if larger. Measured is what float32 changes
-        the naive gradient itself by: two correct programs differ by at most the sum of both. It is more in deep models
-        than in a tiny clone (1.9e-5 with SmolLM2-135M's 30 layers), and where a loss is a difference of sums (ipo).
+        It is `Subject.gradient_bar`, or if the difference exceeds that, twice what float32 changes the naive gradient
+        by, if larger: two correct programs differ by at most the sum of their roundings. These are larger in deep
+        models than in a tiny clone (1.9e-5 with SmolLM2-135M's 30 layers), and if a loss is a difference of sums (ipo).
         """
         least = self.subject.gradient_bar
         if difference <= least:
@@ -313,7 +313,7 @@ def naive_update(
 
 
 def moved(positions: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """How far made-up values before a step are from the model's own, by position and target token."""
+    """The difference of made-up values before a step from the model's own, by position and target token."""
     return np.sin(1.3 * positions + 0.7 * targets)
 
 
@@ -344,7 +344,7 @@ def _naive_value_gradient(decoder: DecoderConfig, clip: float | None) -> _NaiveV
 
 
 def _with_moved_values(found: Sequences[np.ndarray]) -> Sequences[np.ndarray]:
-    """The optimizer step with values before it that are `moved`."""
+    """The optimizer step, whose values before it differ from the model's by `moved`."""
     positions = found.starts[:, None] - 1 + np.arange(found.valid.shape[1])[None]  # [S, n]
     targets = np.take_along_axis(found.tokens, np.minimum(positions + 1, found.tokens.shape[1] - 1), axis=1)
     values = found.scores[VALUES] + moved(positions, targets)
@@ -352,7 +352,7 @@ def _with_moved_values(found: Sequences[np.ndarray]) -> Sequences[np.ndarray]:
 
 
 def sizes_of(form: Form, subject: Subject) -> BatchSizes:
-    """The sizes of a form's batches; with the experts of tokens only where they are to be repeated."""
+    """The sizes of a form's batches, which record the experts of tokens only if the form repeats them."""
     return BatchSizes(
         row_tokens=form.row_tokens,
         rows=form.rows,
@@ -419,7 +419,7 @@ def _keeping_gradient(rate: float) -> optax.GradientTransformation:
 
 
 class _Values(NamedTuple):
-    """What the naive implementation computes of an optimizer step, [] each."""
+    """Numbers of an optimizer step by the naive implementation, [] each."""
 
     loss: jax.Array
     size: jax.Array

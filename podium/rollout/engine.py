@@ -346,8 +346,9 @@ class RolloutEngine:
         """Check a context. Raises ValueError if it exceeds the engine's shapes, RuntimeError without weights."""
         if not self.device.loaded:
             raise RuntimeError("the rollout engine has no parameters; call load(params) first")
-        check_sampling(sampling, self.tokenizer, self.config.longest)
-        check_tokens(tokens, self.device.model.vocab, room, rule)
+        vocab = self.device.model.vocab
+        check_sampling(sampling, self.tokenizer, longest=self.config.longest, vocab=vocab)
+        check_tokens(tokens, vocab, room, rule)
 
     def _check_turn(self, tokens: tuple[int, ...], sampling: SamplingParams) -> None:
         """Raises ValueError if a conversation with these tokens leaves no room for another turn."""

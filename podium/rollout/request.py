@@ -203,9 +203,9 @@ class RolloutStats:
     reward_s: float = 0.0
     """Time spent waiting for grades after the last completion."""
     scored_s: float = 0.0
-    """Time in which reward models scored answers."""
+    """Time in which models of the run graded answers."""
     unscored: int = 0
-    """Answers that were too long for a reward model, counted for each of them."""
+    """Answers that were too long for a model that grades them, counted once for each such model."""
     judge_requests: int = 0
     """Requests sent to judges, repeated ones included."""
     judge_tokens: int = 0

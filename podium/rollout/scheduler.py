@@ -1,9 +1,9 @@
 """Decides which sequence runs in which slot and what each engine step does: plain integers, no arrays, no jax.
 
 A group is a request: one prompt with its completions, each of which is a sequence. Sequences get slots in order of
-arrival. A prompt is prefilled once per shard (a device, or a few that split heads) and shared by the group's sequences
-there: full pages by reference, the partial last page as a copy for each. Sequences go to the shard that has their
-prompt; another shard prefills it again only if one of its slots would otherwise be idle.
+arrival. A prompt is prefilled once per shard (a device, or a few that split heads) for all of the group's sequences
+there: they share its full pages, and each gets a copy of the partial last page. Sequences go to the shard that has
+their prompt; another shard prefills it again only if one of its slots would otherwise be idle.
 
 When pages run out, unused prompts are evicted first, then parked sequences; then the youngest running sequence is
 preempted: it returns to the head of the queue, and its tokens are prefilled again when it is admitted. No token is

@@ -349,18 +349,22 @@ def check_tokens(tokens: tuple[int, ...], vocab: int, room: int, rule: str) -> N
     if len(tokens) > room:
         raise ValueError(f"prompt has {len(tokens)} tokens and {rule} is {room}; raise it, or drop the prompt")
     if min(tokens) < 0 or max(tokens) >= vocab:
+        worst = min(tokens) if min(tokens) < 0 else max(tokens)
         raise ValueError(
-            f"prompt has a token outside the model's vocabulary of {vocab}; does the tokenizer belong to the model?"
+            f"prompt has token {worst}, outside the model's vocabulary of {vocab}; does the tokenizer belong to the"
+            " model?"
         )
 
 
-def check_sampling(sampling: SamplingParams, tokenizer: TextDecoder | None, longest: int) -> None:
+def check_sampling(sampling: SamplingParams, tokenizer: TextDecoder | None, *, longest: int, vocab: int) -> None:
     """Raises ValueError for settings that contradict each other or exceed the engine's limits.
 
     `longest` is the length in tokens of the longest sequence.
     """
     problem = (
-        _length_problem(sampling, longest) or _distribution_problem(sampling) or _stop_problem(sampling, tokenizer)
+        _length_problem(sampling, longest)
+        or _distribution_problem(sampling)
+        or _stop_problem(sampling, tokenizer, vocab)
     )
     if problem:
         raise ValueError(problem)
@@ -392,7 +396,10 @@ def _distribution_problem(sampling: SamplingParams) -> str | None:
     return None
 
 
-def _stop_problem(sampling: SamplingParams, tokenizer: TextDecoder | None) -> str | None:
+def _stop_problem(sampling: SamplingParams, tokenizer: TextDecoder | None, vocab: int) -> str | None:
+    for token in sampling.stop_tokens:
+        if not 0 <= token < vocab:
+            return f"stop token {token} is outside the model's vocabulary of {vocab}, and ends nothing; leave it out"
     if "" in sampling.stop:
         return "a stop string is empty and would end every completion at once; leave it out"
     special = special_tokens(tokenizer)

@@ -198,9 +198,12 @@ class Model:
             raise RequestError(f"{field}: {error}", field) from None
         try:
             params = self._sampling(sampling)
-            check_sampling(dataclasses.replace(params, max_new_tokens=1), self.tokenizer, self.longest)
+            one = dataclasses.replace(params, max_new_tokens=1)
+            check_sampling(one, self.tokenizer, longest=self.longest, vocab=self.vocab)
         except ValueError as error:
-            raise RequestError(f"{prefix}stop: {error}", f"{prefix}stop") from None
+            beyond = any(token >= self.vocab for token in sampling.stop_token_ids)
+            named = f"{prefix}{'stop_token_ids' if beyond or not sampling.stop else 'stop'}"
+            raise RequestError(f"{named}: {error}", named) from None
         room, usual = self.longest - longest, params.max_new_tokens
         if max_tokens is not None and max_tokens > room:
             raise RequestError(

@@ -234,7 +234,7 @@ def test_an_error_after_a_red_check_ends_the_checks_and_one_without_is_raised(mo
     found = command.make_certificate(make_subject(make_config()))
     assert found.checks == (GREEN, RED)
     assert found.causes == (RED,)
-    assert "all checks after mask: IndexError (index 16 is out of bounds); mend the red ones first" in found.skipped
+    assert "all checks after mask: IndexError (index 16 is out of bounds); fix the red ones first" in found.skipped
     monkeypatch.setattr(command, "STAGES", (lambda updates: ending(GREEN),))
     with pytest.raises(IndexError, match="out of bounds"):
         command.make_certificate(make_subject(make_config()))

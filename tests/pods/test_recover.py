@@ -311,11 +311,11 @@ def test_machines_taken_at_random_instants_cost_at_most_two_save_intervals(make_
         deadline = time.monotonic() + 120
         while len(world.metrics()) < after and time.monotonic() < deadline:
             time.sleep(0.01)
+        world.fake.capacity = {ZONES[0]: 0}  # before the laptop, which looks meanwhile, rents others
         world.fake.preempt("demo")
         for worker in (0, 1):
             world.hosts.lose(worker)
         lost_at.append(world.metrics()[-1]["step"])
-        world.fake.capacity = {ZONES[0]: 0}
         world.hosts.renew()
         world.release()
 

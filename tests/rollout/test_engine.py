@@ -360,7 +360,7 @@ def test_buckets_reach_the_longest_prompt_and_no_further(longest, buckets):
     [
         ({"prompt": ()}, "prompt is empty"),
         ({"prompt": (1,) * 49}, "prompt has 49 tokens and rollout.max_prompt_tokens is 48"),
-        ({"prompt": (300,)}, "outside the model's vocabulary of 300"),
+        ({"prompt": (300,)}, "prompt has token 300, outside the model's vocabulary of 300"),
         ({"completions": 0}, "completions is 0"),
         ({"sampling": SamplingParams(max_new_tokens=60)}, "max_new_tokens is 60 and must be 1 to 59"),
         (
@@ -370,6 +370,10 @@ def test_buckets_reach_the_longest_prompt_and_no_further(longest, buckets):
         ({"sampling": SamplingParams(max_new_tokens=0)}, "max_new_tokens is 0 and must be 1 to"),
         ({"sampling": SamplingParams(max_new_tokens=1, temperature=-1.0)}, "temperature is -1.0"),
         ({"sampling": SamplingParams(max_new_tokens=1, stop_tokens=tuple(range(8)))}, "there are 9 stop tokens"),
+        (
+            {"sampling": SamplingParams(max_new_tokens=1, stop_tokens=(3, 300))},
+            "stop token 300 is outside the model's vocabulary of 300",
+        ),
         ({"sampling": SamplingParams(max_new_tokens=1, temperature=float("nan"))}, "temperature is nan"),
         ({"sampling": SamplingParams(max_new_tokens=1, temperature=0.0, top_p=0.9)}, "does not use top_p 0.9"),
         ({"sampling": SamplingParams(max_new_tokens=1, top_p=0.0)}, "top_p 0.0: top_k must be .* top_p above 0"),

@@ -320,13 +320,26 @@ def wait_for(condition, seconds=20.0):
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slots_and_pages(served, slow, stream):
+DRAWN = {name: value for name, value in LONG.items() if name != "prompt"}
+CHATTED = {"messages": [{"role": "user", "content": QUESTION}], **DRAWN}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", LONG),
+        ("/v1/completions", {**LONG, "stream": True}),
+        ("/v1/chat/completions", CHATTED),
+        ("/v1/chat/completions", {**CHATTED, "stream": True}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": DRAWN}),
+    ],
+)
+def test_a_client_that_leaves_frees_its_slots_and_pages(served, slow, path, body):
     assert idle(served)
     for _ in range(3):
         left = served.clients.counters.left
-        connection = open_connection(served, "/v1/completions", {**LONG, "stream": stream})
-        if stream:
+        connection = open_connection(served, path, body)
+        if body.get("stream"):
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
         wait_for(lambda: served.engine.pages_used)
         connection.close()
@@ -382,7 +395,7 @@ BAD = [
     (TEXT, {"prompt": [1, "a"]}, "prompt", "give a text, a list of token ids"),
     (TEXT, {"prompt": [True]}, "prompt", "give a text, a list of token ids"),
     (TEXT, {"prompt": [[1], []]}, "prompt", "prompt is empty"),
-    (TEXT, {"prompt": [1, 35]}, "prompt", "outside the model's vocabulary of 35"),
+    (TEXT, {"prompt": [1, 35]}, "prompt", "has token 35, outside the model's vocabulary of 35"),
     (TEXT, {"prompt": [1] * 128}, "prompt", "has 128 tokens, and a prompt with its answer may have 128"),
     (TEXT, {"prompt": "1", "max_tokens": 128}, "max_tokens", "ask for at most 127"),
     (TEXT, {"prompt": "1", "max_tokens": 2.5}, "max_tokens", "integer"),
@@ -462,9 +475,17 @@ BAD = [
     (
         TOKENS,
         {"token_ids": [1], "sampling_params": {"stop_token_ids": list(range(10, 18))}},
-        "sampling_params.stop",
+        "sampling_params.stop_token_ids",
         "9 stop",
     ),
+    (
+        TOKENS,
+        {"token_ids": [1], "sampling_params": {"stop_token_ids": [3, 35]}},
+        "sampling_params.stop_token_ids",
+        "stop token 35 is outside the model's vocabulary of 35",
+    ),
+    (TEXT, {"prompt": "1", "stop": "a", "stop_token_ids": [999]}, "stop_token_ids", "stop token 999 is outside"),
+    (CHAT, {"messages": HELLO, "stop_token_ids": [35]}, "stop_token_ids", "stop token 35 is outside"),
 ]
 
 

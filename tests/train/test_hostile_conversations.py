@@ -134,12 +134,17 @@ def wait_without_calls(process):
 
 
 def test_environments_that_are_lost_between_steps_change_nothing_that_is_carried_over(talk):
-    """With a schedule that no clock decides, all is as it would have been, to the last position."""
-    config = talk(rollout={**CARRIED, "reproducible": True}, environments={"workers": 1, "retries": 0})
+    """With a schedule that no clock decides, all is as it would have been, to the last position. Each that was lost is
+    counted in the step that goes on with it; a grade that had come before is not."""
+    carried = {**CARRIED, "in_flight": 3.0, "max_staleness": 3, "reproducible": True}
+    config = talk(rollout=carried, environments={"workers": 1, "retries": 0})
     whole, broken = Steps(config, 3), Steps(config, 0)
+    lost = [0]
     with broken.opened() as rollouts:
         for step in range(3):
             broken.run(rollouts, step)
+            left = [each for pending in rollouts.position.pending for each in pending.episodes if not each.ended]
+            lost.append(sum(each.state != "ending" for each in left))
             process = rollouts.environments._pool._shared[0].worker
             wait_without_calls(process)
             os.kill(process.pid, signal.SIGKILL)
@@ -148,6 +153,7 @@ def test_environments_that_are_lost_between_steps_change_nothing_that_is_carried
                 assert time.monotonic() < until
                 time.sleep(0.01)
     assert not broken.failures
+    assert [held.moved for held in broken.held] == lost[:3] and min(lost[1:]) > 4
     for one, other in zip(whole.groups, broken.groups, strict=True):
         for group, same in zip(one, other, strict=True):
             assert_same_draws(group, same)

@@ -88,7 +88,7 @@ def update_calls(run: RunSizes, micro_batches: int) -> list[Call]:
     """The programs that score a step's batch and train on it."""
     recipe = run.spec.recipe
     batches, own = recipe.minibatches, micro_batches / recipe.minibatches
-    mismatched = 2 if recipe.data_form == "label" else 0  # policy and reference score other rows' completions
+    mismatched = 2 if recipe.data_form == "label" else 0  # KTO's KL: two models score other rows' completions
     scores = batches * (len(recipe.scorers) + mismatched)
     updates = batches * recipe.updates_per_batch
     made = [_call(run, SCORE, closed_form.score_phase(run), scores, rounds=own, repeats=scores * own)] if scores else []

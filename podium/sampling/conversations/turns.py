@@ -139,12 +139,12 @@ class Turns:
 
     def _check(self, live: Live, tokens: tuple[int, ...]) -> None:
         """Raises AskingError if the engine would refuse a program's tokens, or those that end its answers."""
-        engine = self._engine
+        engine, vocab = self._engine, self._engine.device.model.vocab
         try:
             if tokens:
-                check_tokens(tokens, engine.device.model.vocab, len(tokens), "")
+                check_tokens(tokens, vocab, len(tokens), "")
             sampling = dataclasses.replace(self.sampling_of(live, 0), max_new_tokens=1)
-            check_sampling(sampling, engine.tokenizer, engine.config.longest)
+            check_sampling(sampling, engine.tokenizer, longest=engine.config.longest, vocab=vocab)
         except ValueError as error:
             raise AskingError(f"a program asked what cannot be answered: {error}") from error
 

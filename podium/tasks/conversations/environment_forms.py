@@ -97,6 +97,14 @@ def led_by_program(config: TaskConfig) -> bool:
     return getattr(find_task(config.name), "led_by_program", False)
 
 
+def scores_itself(config: TaskConfig) -> bool:
+    """Whether a task's environment has TRL's `get_reward`: where that returns None, no grade takes its place."""
+    if config.environment is None:
+        return False
+    kind = _kind(imported(config.environment, what="an environment"))
+    return form_of(kind) == "trl" and hasattr(kind, "get_reward")
+
+
 def machine_checks(config: TaskConfig) -> list[Callable[[], str]]:
     """The functions `check_machine` of a task, its environment and its tools; `podium.tasks.task` describes them."""
     kind = find_task(config.name)
@@ -110,7 +118,7 @@ def _of_class(name: str, environment: object, functions: Sequence[Tool]) -> Conv
     """Conversations with instances of a class. Raises ValueError if the class has none of the supported forms."""
     if not callable(environment):
         raise ValueError(f"{name!r} is {environment!r:.80}; an environment is a class, or a function that makes one")
-    kind = environment if inspect.isclass(environment) else type(environment())
+    kind = _kind(environment)
     match form_of(kind):
         case "conversation":
             made = cast(Callable[[Prompt, int], object], environment)
@@ -136,6 +144,11 @@ def _of_class(name: str, environment: object, functions: Sequence[Tool]) -> Conv
                 f"{name!r} is not an environment: it needs `reset` and public methods (TRL's form), `reset` and `step`"
                 " (gym's), or `reply` (podium.tasks.conversation)"
             )
+
+
+def _kind(environment: Callable[[], object]) -> type:
+    """The class of an environment that is a class, or a function that makes one."""
+    return environment if inspect.isclass(environment) else type(environment())
 
 
 def form_of(kind: type) -> Form | None:
