@@ -36,7 +36,7 @@ class Accelerator:
     """A machine, or a slice of a pod, to rent as a whole."""
 
     name: str
-    """The cloud's accelerator type, such as v6e-8; for GPUs, kind and number, such as h100-8."""
+    """The cloud's accelerator type, such as v6e-8; for GPUs, kind and number, such as h100-8; 2xv6e-16: two slices."""
     generation: str
     """The kind of chip, which names its file of constants in `podium/chips`."""
     devices: int
@@ -46,7 +46,7 @@ class Accelerator:
     hbm_bytes: int
     """Usable memory of a device; for TPUs, what their compiler calls available."""
     torus: tuple[int, ...] = ()
-    """Chips along each axis of the interconnect; empty if chips are connected by a switch or not at all."""
+    """Chips along each axis of a slice's interconnect; empty if chips are connected by a switch or not at all."""
     wrapped: tuple[bool, ...] = ()
     """Whether each axis is a ring, with its ends connected."""
     host_bounds: tuple[int, int, int] | None = None
@@ -60,6 +60,16 @@ class Accelerator:
     def devices_per_host(self) -> int:
         """Devices of each process."""
         return self.devices // self.hosts
+
+    @property
+    def devices_per_slice(self) -> int:
+        """Devices that the interconnect joins."""
+        return self.devices // self.slices
+
+    @property
+    def slice_name(self) -> str:
+        """The cloud's type of one of its slices, such as v6e-16 of 2xv6e-16."""
+        return self.name.removeprefix(f"{self.slices}x")
 
     @property
     def platform(self) -> Literal["cpu", "gpu", "tpu"]:
@@ -79,6 +89,7 @@ class Accelerator:
         if self.platform != "tpu":
             return {}
         options: dict[str, object] = {"chips_per_host_bounds": self.host_bounds}
+        options |= {"num_slices": self.slices} if self.slices > 1 else {}
         return options | ({"chip_config_name": self.chip_config} if self.chip_config else {})
 
     @property
@@ -89,7 +100,7 @@ class Accelerator:
     @property
     def wiring_known(self) -> bool:
         """Whether it is documented which axes are rings; for slices of v5e and v6e smaller than 16x16 it is not."""
-        return len(self.torus) != 2 or self.devices == 1 or all(self.wrapped)
+        return len(self.torus) != 2 or self.devices_per_slice == 1 or all(self.wrapped)
 
     @property
     def _axes(self) -> list[tuple[int, bool]]:
@@ -162,10 +173,13 @@ computed."""
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """The accelerator with this name, such as v6e-8, v5litepod-16 (or v5e-16), v5p-64, h100-8, a100-80-8.
+    """The accelerator with this name, such as v6e-8, v5litepod-16 (or v5e-16), v5p-64, h100-8, a100-80-8; 2xv6e-16 is
+    two TPU slices.
 
     Raises AcceleratorError if it is unknown; the message suggests the nearest names.
     """
+    if several := re.fullmatch(r"\s*(\d+)x(.+)", name):
+        return _joined(find_accelerator(several[2]), int(several[1]))
     table = accelerators()
     kind, _, size = name.strip().lower().rpartition("-")
     known = f"{ALIASES.get(kind, kind)}-{size}"
@@ -202,10 +216,16 @@ def host_memory() -> int:
     return min(whole, int(limit)) if limit.isdecimal() else whole
 
 
-def recognise(device_kind: str, devices: int) -> Accelerator | None:
-    """The accelerator with this many devices of jax's `device_kind`; None if it is not in the table."""
+def recognise(device_kind: str, devices: int, slices: int = 1) -> Accelerator | None:
+    """The accelerator with this many devices of jax's `device_kind`; None if it is not in the table.
+
+    `slices` is the number of TPU slices that the devices make up.
+    """
     kind = next((name for start, name in DEVICE_KINDS.items() if device_kind.startswith(start)), "")
-    return accelerators().get(f"{kind}-{devices * (2 if kind in CORES_3D else 1)}")
+    if kind in GPUS:
+        return accelerators().get(f"{kind}-{devices}")
+    one = accelerators().get(f"{kind}-{devices // slices * (2 if kind in CORES_3D else 1)}")
+    return one and _joined(one, slices)
 
 
 @functools.cache
@@ -356,6 +376,20 @@ def _gpus(kind: str, count: int) -> Accelerator:
         hosts=machines,
         hbm_bytes=usable_gpu_memory(kind, pool_share()),
         slices=machines,
+    )
+
+
+def _joined(one: Accelerator, slices: int) -> Accelerator:
+    """Several TPU slices of a type as one machine. Raises AcceleratorError for a GPU, whose number says it already."""
+    if one.platform != "tpu" or one.slices > 1 or not slices:
+        raise AcceleratorError(
+            f"{slices}x{one.name}: write a number of slices before a type of TPU, as 2xv6e-16; the number of GPUs says"
+            " how many machines there are, as h100-16"
+        )
+    if slices == 1:
+        return one
+    return dataclasses.replace(
+        one, name=f"{slices}x{one.name}", devices=slices * one.devices, hosts=slices * one.hosts, slices=slices
     )
 
 

@@ -3,8 +3,8 @@
 Nothing heavy is imported before the settings are checked: `--help`, `podium config` and every error in a config come
 without jax. Exit status: 0 done; 1 failed, or the answer is no (`plan`: it does not fit, `certify`: a check is red); 2
 what was asked cannot be carried out as it is written: settings, options, a model, run or machine that is not there; 3
-the compiler of `plan` failed; 78 workers of a job are missing or disagree; 130 stopped by Ctrl-C, 143 by SIGTERM. A
-training run that is stopped saves a checkpoint first and can be continued.
+the compiler of `plan` failed; 75 a worker of a job is missing, 78 workers disagree; 130 stopped by Ctrl-C, 143 by
+SIGTERM. A training run that is stopped saves a checkpoint first and can be continued.
 """
 
 import contextlib

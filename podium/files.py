@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from podium.patience import fault_of, way_out
+
 Record = Mapping[str, object]
 BUCKETS = ("gs://", "s3://")
 
@@ -28,12 +30,12 @@ def as_path(text: str) -> Path:
     if not text.startswith(BUCKETS):
         return Path(text)
     from etils import epath
-    from fsspec import config as fsspec_settings
 
-    for store in ("gcs", "s3"):
-        fsspec_settings.conf.setdefault(store, {})["use_listings_cache"] = False  # other hosts write there too
-    for library in ("gcsfs", "s3fs"):  # they also log the tracebacks of exceptions that they raise
+    from podium.buckets import wait_in_requests
+
+    for library in ("gcsfs", "s3fs", "aiobotocore", "botocore"):  # they log tracebacks of exceptions that they raise
         logging.getLogger(library).setLevel(logging.CRITICAL)
+    wait_in_requests(text[:2])
     return epath.Path(text)  # pyright: ignore[reportReturnType]  # has pathlib's methods, not its type
 
 
@@ -208,6 +210,8 @@ def disk_advice(
     elsewhere: str = "or write the run elsewhere with runs_dir",
 ) -> str:
     """What to do about an error of a disk, by its number, for `size` bytes in `folder`; `elsewhere` ends the advice."""
+    if in_bucket(folder):
+        return way_out(fault_of(error), str(folder)[:2])
     number = error_number(error)
     if number in (errno.ENOSPC, errno.EDQUOT):
         return f"{_room(folder, size, quota=number == errno.EDQUOT)}, {elsewhere}"
@@ -253,10 +257,14 @@ def error_number(error: BaseException) -> int | None:
     return next((number for number in known if os.strerror(number) in str(error)), None)
 
 
+def room(folder: Path) -> tuple[int, int | None]:
+    """The bytes and the files (inodes) that are free in a folder's file system; None if it has no limit of files."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize, disk.f_favail if disk.f_files else None
+
+
 def _room(folder: Path, size: int | None, *, quota: bool) -> str:
     """What is free in a folder's file system and what is needed, in bytes and in files, and which of them to free."""
-    if in_bucket(folder):
-        return "free some space in the bucket"
     try:
         disk = os.statvfs(folder)
     except OSError:  # the folder has vanished too

@@ -347,7 +347,13 @@ def to_devices(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 
 def slice_of(device: Device) -> int:
-    """The slice of a device; 0 if there is only one."""
+    """The slice of a device; 0 if there is only one.
+
+    jax knows the slices of TPUs and GPUs. Those of CPUs are equal shares of the processes, as many as the variable of
+    TPUs' launchers says, so that several slices can be rehearsed.
+    """
+    if device.platform == "cpu" and (slices := int(os.environ.get("MEGASCALE_NUM_SLICES", 1))) > 1:
+        return device.process_index * slices // jax.process_count()
     return getattr(device, "slice_index", None) or 0
 
 

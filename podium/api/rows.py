@@ -11,6 +11,7 @@ from typing import Protocol, TypeGuard
 import numpy as np
 
 from podium.files import write_atomically
+from podium.patience import patiently
 from podium.tasks.known_sets import SUBSETS
 from podium.tasks.question_files import NARROW, READERS, any_of, floats_as_written, kinds_of, refuse_repeated
 
@@ -178,7 +179,7 @@ def _hub_splits(name: str, subset: str | None, what: str) -> object:
     except ImportError as error:
         raise ValueError(f"{what}: data sets of the hub need `datasets`: pip install 'podium-rl[data]'") from error
     try:
-        return datasets.load_dataset(name, subset or SUBSETS.get(name))
+        return patiently(lambda: datasets.load_dataset(name, subset or SUBSETS.get(name)), f"the hub, for {name}")
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"{what}: could not load {name} from the hub: {error}") from error
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from podium.files import RunFileError, absolute, in_bucket, write_atomically
 from podium.job.cluster import Cluster, ClusterError
-from podium.job.job_records import exit_status, one_line
+from podium.job.job_records import MISSING, exit_status, one_line
 from podium.job.redact import own_redactor
 
 ARRIVAL_S = 60.0
@@ -59,6 +59,7 @@ class MissingError(GuardError):
     """A worker is missing, or ended during the check: the same command may succeed."""
 
     kind = "missing"
+    exit_status = MISSING
 
 
 class Guard(contextlib.AbstractContextManager["Guard"]):

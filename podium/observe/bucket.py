@@ -1,15 +1,16 @@
 """Stores a run in a bucket: `runs_dir: gs://BUCKET/FOLDER`, or s3://.
 
 An object can only be replaced as a whole, but a run's records grow line by line. So they are written to a local folder
-and copied to the bucket, regularly and always before a checkpoint is saved: a process that resumes the run from the
+and copied to the bucket, regularly and always before a checkpoint is complete: a process that resumes the run from the
 bucket finds records at least up to that checkpoint. Checkpoints are written to the bucket by orbax directly.
 
     ~/.cache/podium/runs/BUCKET/FOLDER/NAME     the records, as every run has them
     gs://BUCKET/FOLDER/NAME/                    the same files, and checkpoints/
     gs://BUCKET/FOLDER/NAME/run.lease           which process trains the run, and when it last renewed
 
-A bucket has no locks. The training process renews its lease; a process that finds another's lease waits, and takes it
-over after `LEASE_S` seconds without renewal. Needs the extra `gcs` or `s3`.
+A bucket that cannot be reached is waited for (`podium.buckets`). It has no locks. The training process renews its
+lease; a process that finds another's lease waits, and takes it over after `LEASE_S` seconds without renewal. Needs the
+extra `gcs` or `s3`.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from podium.files import RunFileError, user_cache
+from podium.patience import fault_of, way_out
 
 LEASE = "run.lease"
 LEASE_S, RENEW_S = 60.0, 15.0
@@ -159,10 +161,10 @@ class Mirror:
             raise RunFileError(f"{self.bucket}: {error}; pip install 'podium-rl[{extra}]', or set runs_dir") from error
         except Exception as error:
             reason = (str(error).splitlines() or [""])[0]
-            login = "aws configure, or AWS_ACCESS_KEY_ID" if extra == "s3" else "gcloud auth application-default login"
+            fault = fault_of(error)
+            advice = way_out("denied" if fault == "other" else fault, str(self.bucket)[:2])
             raise RunFileError(
-                f"{self.bucket} cannot be used ({type(error).__name__}: {reason}); check the bucket's name and your"
-                f" access to it ({login}), or set runs_dir"
+                f"{self.bucket} cannot be used ({type(error).__name__}: {reason}); {advice}, or set runs_dir"
             ) from error
 
 

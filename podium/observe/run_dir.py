@@ -264,7 +264,7 @@ class RunDir:
         return self.home / CHECKPOINTS
 
     def push(self) -> None:
-        """Copy the records to the bucket, if the run is in one; call this before saving a checkpoint."""
+        """Copy the records to the bucket, if the run is in one; call this before a checkpoint is complete."""
         if self._mirror is not None:
             self._mirror.push()
 

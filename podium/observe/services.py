@@ -18,6 +18,7 @@ from podium.files import write_atomically
 from podium.observe.metrics import find_metric
 from podium.observe.records import SampleRecord
 from podium.observe.run_dir import RunDir
+from podium.patience import RENEW
 from podium.rollout.request import StopReason
 
 INIT_TIMEOUT_S = 30.0
@@ -144,8 +145,11 @@ class WandbService:
             )
         except (errors.UsageError, errors.AuthenticationError) as error:
             raise ServiceError(
-                f"metrics.wandb.mode {settings.mode}: {error}; set WANDB_API_KEY, or metrics.wandb.mode=offline"
+                f"metrics.wandb.mode {settings.mode}: {error}; {RENEW['wandb']}, or metrics.wandb.mode=offline"
             ) from error
+        except Exception:
+            wandb.teardown()  # or else the next attempt finds the run's id in use
+            raise
 
     @property
     def url(self) -> str | None:

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from podium.job.job_records import STOPPED, JsonObject, Status, first_failure
+from podium.patience import patiently
 from podium.pods.clusters import k8s_manifest, slurm_script
 from podium.pods.endings import Endings
 from podium.pods.gcloud import GcloudError
@@ -24,7 +25,7 @@ from podium.pods.launch import LOG_BYTES, JobStatus, poll, read_log, stop_job
 from podium.pods.options import Common, Rent, RunOptions, flattened
 from podium.pods.project import Project, open_project
 from podium.pods.rehearsal import Placeholders
-from podium.pods.remote import RemoteError
+from podium.pods.remote import RemoteError, UnusableError
 from podium.pods.rental import new_order, rent_slice, zones_of
 from podium.pods.run_command import run_config
 from podium.pods.sky import sky_task
@@ -67,7 +68,7 @@ class StatusAnswer:
 @flattened
 def up(name: Name, rent: Rent, common: Common) -> None:
     """Rent a slice and wait until it is ready. If you already have one of that name, wait for that."""
-    project = open_project(common, Placeholders(name=name, exists=False, zones=rent.zones or ()))
+    project = open_project(common, Placeholders(name=name, exists=False, zones=rent.zones or ()), follows=True)
     zones = zones_of(rent, project.slices, project.zone)
     tpu_slice = rent_slice(project.slices, new_order(name, rent, project.slices, zones), zones)
     machines = f"{len(tpu_slice.addresses)} machine{'s' if len(tpu_slice.addresses) > 1 else ''}"
@@ -156,9 +157,7 @@ def stop(common: Common, name: AnyName = None) -> None:
     mark = f"{STOP}{project.world.random_word('WORD')}"
     if tpu_slice.run is not None:
         project.note("so that no command starts it elsewhere:")
-        Endings(slices.gcloud, tpu_slice.labels.get(BUCKET), tpu_slice.run, project.say).add(
-            STOPPED, mark.removeprefix(STOP)
-        )
+        Endings(slices, tpu_slice.labels.get(BUCKET), tpu_slice.run).add(STOPPED, mark.removeprefix(STOP))
         if tpu_slice.state == "waiting" and slices.withdraw(tpu_slice):
             return project.answer(f"{where} was {tpu_slice.detail}, so nothing ran; the request is withdrawn")
         tpu_slice = slices.now(tpu_slice) or tpu_slice
@@ -172,8 +171,13 @@ def stop(common: Common, name: AnyName = None) -> None:
         if not tpu_slice.doomed:
             project.note("so that no command restarts it:")
             slices.label(tpu_slice, {STATE: mark})
-        before = poll(remote)
-        after = stop_job(remote, None, clock=project.clock, say=project.say)
+        after = patiently(
+            lambda: stop_job(remote, None, clock=project.clock, say=project.say),
+            f"the workers of {tpu_slice.name}",
+            may_pass=lambda error: isinstance(error, UnusableError),
+            clock=project.clock,
+            say=project.say,
+        )
         now = slices.now(tpu_slice)
     except (RemoteError, GcloudError):
         if (now := slices.now(tpu_slice)) is None or now.state == "deleting":
@@ -181,12 +185,12 @@ def stop(common: Common, name: AnyName = None) -> None:
         raise
     if now is not None and not now.doomed and now.mark != mark:  # another command wrote the labels as they were before
         raise SliceError(f"{where} no longer says that it was stopped; run the command again")
-    if before.name is None:
+    if after.name is None:
         return project.answer(f"no job has been started on {remote.name}")
     rented = f"is still rented: podium pod down {tpu_slice.title} deletes it"
     if now is None or now.doomed or now.state == "deleting":
         rented = "is deleted by the command that kept its run alive"
-    project.answer(f"{before.name} has ended on all {remote.workers} workers ({after.outcome}); {where} {rented}")
+    project.answer(f"{after.name} has ended on all {remote.workers} workers ({after.outcome}); {where} {rented}")
 
 
 @app.command()
@@ -200,7 +204,7 @@ def down(name: Name, common: Common) -> None:
     run = os.environ.get(RUN_VARIABLE)
     for each in project.slices.titled(name):
         if each.run is not None and run in (None, each.run):  # a command that keeps its run alive may be asleep
-            endings = Endings(project.slices.gcloud, each.labels.get(BUCKET), each.run, project.say)
+            endings = Endings(project.slices, each.labels.get(BUCKET), each.run)
             endings.add(1, project.world.random_word("WORD"))
     deleted = project.slices.down(name, run)
     listed = ", ".join(f"{each.name} in {each.zone}" for each in deleted)
@@ -333,15 +337,19 @@ def slurm(
 @app.command()
 def k8s(
     config: ConfigFiles,
-    type: Annotated[str, typer.Option(metavar="TYPE", help="Accelerator type, such as v6e-16 or h100-8.")],
-    image: Annotated[str, typer.Option(metavar="IMAGE", help="Container image with Podium and its dependencies.")],
+    type: Annotated[
+        str, typer.Option(metavar="TYPE", help="Accelerator type, such as v6e-16, 2xv6e-16 (two slices) or h100-8.")
+    ],
+    image: Annotated[
+        str, typer.Option(metavar="IMAGE", help="Container image with Podium and its dependencies; see Dockerfile.")
+    ],
     settings: Settings = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines with GPUs; a TPU type has its own number.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="How many times the GPUs; a TPU type has its own number.")] = 1,
     claim: Annotated[
         str | None, typer.Option(metavar="NAME", help="PersistentVolumeClaim that is mounted at runs_dir.")
     ] = None,
     spot: Annotated[bool, typer.Option("--spot/--on-demand", help="Which machines the node pool has.")] = True,
 ) -> None:
-    """Print the config as a JobSet for GKE, which rents GPUs too and is the only way to rent TPU7x."""
+    """Print the config as a JobSet for Kubernetes: GKE's TPUs and GPUs, several slices, or any nodes with GPUs."""
     loaded = load_settings(config, settings or [], elsewhere=True)
     print(k8s_manifest(loaded.config, type, nodes=nodes, image=image, claim=claim, spot=spot), end="")

@@ -6,10 +6,11 @@ obeys the records that were not there when it began. Runs whose folder is in no 
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from podium.pods.gcloud import ApiAnswer, Gcloud, GcloudError
+from podium.pods.gcloud import ApiAnswer, GcloudError
 from podium.pods.inventory import LABEL_LENGTH, label_text
+from podium.pods.slices import Slices
 
 GOOGLE = "gs://"
 FOLDER = "podium-over"
@@ -18,13 +19,12 @@ FOLDER = "podium-over"
 class Endings:
     """The records of one run."""
 
-    def __init__(self, gcloud: Gcloud, bucket: str | None, run: str, say: Callable[[str], None]) -> None:
+    def __init__(self, slices: Slices, bucket: str | None, run: str) -> None:
         """`bucket` is a bucket's name; None: the run has none."""
         self.known = bucket is not None
         """Whether it is known here that the run is over, if it is."""
-        self._gcloud = gcloud
+        self._slices = slices
         self._prefix = f"{GOOGLE}{bucket}/{FOLDER}/{run}."
-        self._say = say
         self._before: set[str] = set()
 
     def begin(self) -> None:
@@ -39,21 +39,23 @@ class Endings:
     def add(self, status: int, word: str) -> None:
         """Record that the run is over."""
         with tempfile.NamedTemporaryFile(prefix="podium-") as empty:
-            self._ask(self._gcloud.argv.put(empty.name, f"{self._prefix}{status}.{word}"))
+            self._ask(self._slices.gcloud.argv.put(empty.name, f"{self._prefix}{status}.{word}"))
 
     def _names(self) -> list[str]:
-        return [each["name"] for each in self._ask(self._gcloud.argv.objects(self._prefix))]
+        return [each["name"] for each in self._ask(self._slices.gcloud.argv.objects(self._prefix))]
 
     def _ask(self, argv: Sequence[str]) -> ApiAnswer:
         """The answer to a command about the bucket; without permission, say so and do without records from then on."""
         try:
-            return self._gcloud.ask(argv) if self.known else []
+            return self._slices.ask(argv) if self.known else []
         except GcloudError as error:
             if error.kind not in ("denied", "invalid", "not_found"):
                 raise
             if error.kind != "not_found":  # otherwise there are no such objects
                 self.known = False
-                self._say(f"stops cannot be recorded in the run's bucket ({error.text}); another laptop may miss one")
+                self._slices.say(
+                    f"stops cannot be recorded in the run's bucket ({error.text}); another laptop may miss one"
+                )
             return []
 
 

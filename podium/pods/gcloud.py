@@ -22,6 +22,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from podium.patience import Patience
 from podium.pods.inventory import OWNER
 
 # fmt: off
@@ -108,6 +109,8 @@ class GcloudError(ValueError):
 
     def __init__(self, kind: Kind, text: str):
         self.kind, self.text = kind, text
+        self.waited = False
+        """Whether it was waited out in vain."""
         super().__init__("; ".join(filter(None, (f"gcloud: {text}", _WAYS_OUT.get(kind)))))
 
     @property
@@ -122,8 +125,21 @@ class GcloudError(ValueError):
 
     @property
     def lasting(self) -> bool:
-        """Whether the problem is on this machine, so that neither waiting nor another slice would help."""
-        return self.kind in ("missing", "project", "disk", "certificate")
+        """Whether neither waiting nor another slice would help: this machine or this account lacks something."""
+        return self.kind in ("missing", "project", "disk", "certificate", "login", "disabled", "denied")
+
+    def wait_out(self, patience: Patience, *, for_ever: bool = False) -> None:
+        """Wait before the command is repeated; `for_ever`, if Google cannot be reached.
+
+        Raises this error if waiting cannot help, or has not helped for half an hour.
+        """
+        if self.lasting or self.waited:
+            raise self
+        try:
+            patience.wait(self, self.text, limited=not (for_ever and self.transient))
+        except GcloudError:
+            self.waited = True
+            raise
 
     @property
     def gone(self) -> bool:

@@ -12,14 +12,15 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from podium.patience import patiently
 from podium.pods.gcloud import GcloudError
 from podium.pods.host.jobs import last_line
 from podium.pods.inventory import OWNER, RUN, ApiObject, Slice, State, label_text, machine_name
-from podium.pods.launch import RunSpec, prepare, start
+from podium.pods.launch import RunSpec, SetupError, may_pass, prepare, start
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import Project
 from podium.pods.push import HOME
-from podium.pods.remote import Remote, UnusableError
+from podium.pods.remote import RemoteError
 from podium.pods.slices import SliceError
 from podium.pods.world import OWNER_VARIABLE, RUN_VARIABLE
 
@@ -31,8 +32,6 @@ TOOLS = (
     "{ sudo apt-get update -q && sudo apt-get install -y -q git python3-venv; }"
 )
 TOOLS_S = 900.0
-BOOT_S = 300.0
-POLL_S = 10.0
 END = "podium-end"
 """Key in the machine's metadata under which keep.sh stores the end of its log."""
 _STATES: Mapping[str, State] = {"RUNNING": "ready", "PROVISIONING": "creating", "STAGING": "creating"}
@@ -49,12 +48,20 @@ def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunO
     """
     machine = _rented(project, name, zone, rent)
     remote = project.remote(machine, vm=True)
-    _wait_for(remote, project)
-    remote.ask_all(TOOLS, "installing git", timeout_s=TOOLS_S)
+
+    def prepared() -> tuple[str, bool]:
+        remote.warm_up()
+        try:
+            remote.ask_all(TOOLS, "installing git", timeout_s=TOOLS_S)
+        except RemoteError as error:
+            raise SetupError(str(error)) from None
+        return prepare(remote, own, clock=project.clock, say=project.say, stop=f"podium pod down {name}")
+
     own = keeper_spec(
         machine.name, machine.zone, owner=project.slices.owner, name=name, rent=rent, options=options, spec=spec
     )
-    job, needed = prepare(remote, own, clock=project.clock, say=project.say, stop=f"podium pod down {name}")
+    what = f"{machine.name}, and what its setup needs"
+    job, needed = patiently(prepared, what, may_pass=may_pass, clock=project.clock, say=project.say)
     if needed:
         start(remote, own, job, say=project.say)
     project.answer(
@@ -85,7 +92,7 @@ def keepers(project: Project, slice_name: str | None = None) -> list[Slice]:
     gcloud = project.slices.gcloud
     name = machine_name(slice_name) if slice_name else None
     try:
-        return [_as_slice(each) for each in gcloud.ask(gcloud.argv.vms(name))]
+        return [_as_slice(each) for each in project.slices.ask(gcloud.argv.vms(name))]
     except GcloudError as error:
         if error.transient or error.kind in ("missing", "project", "login"):
             raise  # an overlooked machine would rent the slice again
@@ -189,15 +196,3 @@ def _as_slice(instance: ApiObject) -> Slice:
         created=created,
         requested=created,
     )
-
-
-def _wait_for(remote: Remote, project: Project) -> None:
-    """Wait until the machine, which may still be booting, is reachable."""
-    until = project.clock.monotonic() + BOOT_S
-    while True:
-        try:
-            return remote.warm_up()
-        except UnusableError:
-            if project.clock.monotonic() > until:
-                raise
-        project.clock.sleep(POLL_S)

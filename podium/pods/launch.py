@@ -18,11 +18,11 @@ from pathlib import Path
 
 from podium.accelerators import find_accelerator
 from podium.job.job_records import NO_JOB, JobOutcome, Status, listed, outcome
+from podium.patience import Clock, fault_in
 from podium.pods.gcloud import GcloudError
 from podium.pods.push import DEMO_MODEL, HOME, Package
 from podium.pods.remote import Remote, RemoteError, UnusableError, WorkerReply, arrived
 from podium.pods.secrets import LAST_LINE, Secrets, written
-from podium.pods.world import Clock
 
 AGENT = f"{HOME}/agent"
 SECRETS = "/dev/shm/podrun-secrets"
@@ -49,6 +49,13 @@ UNDER_WAY = ("running", "starting")
 
 class SetupError(RemoteError):
     """The user's script or the installation failed; what it needs from outside may be out of reach for a while."""
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether a start may succeed later: no machine answers, or the setup lacks something that is out of reach."""
+    if isinstance(error, SetupError):
+        return fault_in(str(error)) not in ("disk", "login", "denied")
+    return isinstance(error, UnusableError) and not error.answered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

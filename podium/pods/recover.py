@@ -9,20 +9,17 @@ from collections.abc import Callable
 from typing import Literal
 
 from podium.job.job_records import ABORTED, GUARD, STOPPED, first_failure, listed
+from podium.patience import Clock, Patience
 from podium.pods.gcloud import GcloudError
-from podium.pods.launch import JobStatus, SetupError
-from podium.pods.patience import Patience
+from podium.pods.launch import JobStatus, SetupError, may_pass
 from podium.pods.remote import RemoteError, UnusableError
 from podium.pods.rental import DEFAULT_LEASE, seconds
 from podium.pods.session import Observation, Session
 from podium.pods.slices import NODE_S, DeletedError, PendingError, RefusedError, SliceError, TakenError
-from podium.pods.world import Clock
 
 Act = Literal["wait", "rent", "start", "restart", "replace", "stop", "end"]
 WRONG_SETTINGS = 2
 RUNNING = "running"
-SETUP_PAUSES_S = (10.0, 30.0, 60.0, 120.0, *[300.0] * 5)
-"""Seconds before further attempts of a failed setup: half an hour in all, for an index or a hub that is down."""
 ENDINGS = 1000
 """Maximum attempts to delete the slice at the end, while lists still show it."""
 
@@ -66,8 +63,6 @@ class Counts:
     starts: int = 0
     """Failed starts in a row, for example in the setup."""
     unusable: int = 0
-    setups: int = 0
-    """Failed setups in a row."""
     refused: int = 0
     """Consecutive attempts in which all zones refused."""
 
@@ -230,8 +225,10 @@ class _Keeper:
         self._clock = clock
         self._say = say
         self._counts = Counts()
-        self._observing = Patience(clock, say, "the run continues without this machine")
-        self._acting = Patience(clock, say, "the run is still followed")
+        google = "Google (the run continues without this machine)"
+        self._observing = Patience(google, clock=clock, say=say)
+        self._acting = Patience(google, clock=clock, say=say)
+        self._setting_up = Patience("what the setup needs", clock=clock, say=say)
 
     def keep(self) -> int:
         """Observe and act until the run has ended; returns its exit status."""
@@ -270,7 +267,7 @@ class _Keeper:
             try:
                 seen = self._session.observe()
             except GcloudError as error:
-                self._observing.wait(error)
+                error.wait_out(self._observing, for_ever=True)
             else:
                 self._observing.reset()
                 return seen
@@ -289,9 +286,9 @@ class _Keeper:
             return 1
         except GcloudError as error:
             if not error.gone:
-                self._acting.wait(error)
+                error.wait_out(self._acting, for_ever=True)
         except PendingError as error:
-            self._acting.wait(error.cause)
+            error.cause.wait_out(self._acting, for_ever=True)
         except (RemoteError, SliceError) as error:
             self._say(str(error))
             if isinstance(error, RefusedError) and error.final:
@@ -323,7 +320,8 @@ class _Keeper:
             self._clock.sleep(_pause(self._policy.pauses_s, restarts))
             restarts += 1
         self._session.start()
-        self._counts = dataclasses.replace(counts, unusable=0, starts=0, setups=0, restarts=restarts)
+        self._setting_up.reset()
+        self._counts = dataclasses.replace(counts, unusable=0, starts=0, restarts=restarts)
 
     def _count(self, error: RemoteError | SliceError, decision: Decision) -> float:
         """Count a failure; returns the seconds to wait before the next observation."""
@@ -333,11 +331,13 @@ class _Keeper:
                 if error.answered or not self._session.may_run:
                     counts = dataclasses.replace(counts, unusable=counts.unusable + 1)
                 pause_s = _pause(policy.pauses_s, counts.unusable)
-            case SetupError() if counts.setups < len(SETUP_PAUSES_S):
-                pause_s = SETUP_PAUSES_S[counts.setups]
-                counts = dataclasses.replace(counts, setups=counts.setups + 1)
             case SetupError():
-                pause_s, counts = 0.0, dataclasses.replace(counts, starts=policy.restarts, restarts=policy.restarts)
+                try:
+                    if not may_pass(error):
+                        raise error
+                    pause_s = self._setting_up.next_s(error)
+                except SetupError:
+                    pause_s, counts = 0.0, dataclasses.replace(counts, starts=policy.restarts, restarts=policy.restarts)
             case RemoteError():
                 restarts = counts.restarts + (decision.act == "restart")
                 counts = dataclasses.replace(counts, starts=counts.starts + 1, restarts=restarts)
@@ -357,16 +357,15 @@ class _Keeper:
             if seen.slice is not None:
                 self._say(f"{seen.slice.name} is still rented; podium pod down {title} deletes it")
             return decision.status
-        ending = Patience(
-            self._clock, self._say, f"{title} may still be rented, and costs money: podium pod down {title}"
-        )
+        what = f"Google ({title} may still be rented, and costs money: podium pod down {title} deletes it)"
+        ending = Patience(what, clock=self._clock, say=self._say)
         for attempt in range(ENDINGS):
             try:
                 if self._session.give_back(decision.status, told=seen.over is not None):
                     self._say(f"deleted {title}; podium pod run --keep leaves it rented")
                 return decision.status
             except GcloudError as error:
-                ending.wait(error)
+                error.wait_out(ending, for_ever=True)
             except (RemoteError, SliceError) as error:
                 self._say(str(error))
                 self._clock.sleep(_pause(self._policy.no_capacity_s, attempt))

@@ -13,10 +13,11 @@ from podium.config.schema import Config
 from podium.config.show import to_yaml
 from podium.files import BUCKETS
 from podium.models.architecture import ModelError
+from podium.patience import patiently
 from podium.pods.endings import Endings, bucket_label
 from podium.pods.inventory import Slice, label_text
 from podium.pods.keeper import keep_on_vm
-from podium.pods.launch import RunSpec
+from podium.pods.launch import RunSpec, may_pass
 from podium.pods.options import Common, Rent, RunOptions
 from podium.pods.project import Project, open_project
 from podium.pods.push import pack
@@ -69,7 +70,7 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
             zones=rent.zones or (),
             job=None,
         )
-        project = open_project(common, placeholders, secrets)
+        project = open_project(common, placeholders, secrets, follows=not options.detach)
         if spec.package.sends("changes.patch"):
             project.say("uncommitted changes are sent as a patch, which is kept beside the code on the workers")
         tpu_slice = None if wanted else _found(project, name, options)
@@ -87,7 +88,8 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
         session = _make_session(project, name, rent, spec, bucket=bucket, fresh=wanted is not None)
         if options.detach or not options.keep_alive:  # otherwise `keep_alive` does both and handles failures
             session.slice = session.slice or rent_slice(project.slices, session.order, session.zones)
-            session.start()
+            what = f"{name}, and what its setup needs"
+            patiently(session.start, what, may_pass=may_pass, clock=project.clock, say=project.say)
         if options.detach:
             project.say(f"to follow it: podium pod logs -f {name}")
             return 0
@@ -101,7 +103,7 @@ def _make_session(
     zones = zones_of(rent, project.slices, project.zone)
     run = os.environ.get(RUN_VARIABLE) or label_text(spec.prefix)
     order = new_order(name, rent, project.slices, zones, run, bucket=bucket)
-    endings = Endings(project.slices.gcloud, bucket or None, run, project.say)
+    endings = Endings(project.slices, bucket or None, run)
     return Session(project, spec, order, zones, endings, fresh=fresh)
 
 

@@ -11,20 +11,19 @@ the others are deleted before it. A slice that was not the first when it was lis
 Nothing is stored here: every call queries what exists.
 """
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from podium.patience import Clock, Patience
 from podium.pods.gcloud import CHANGE_S, READ_S, ApiAnswer, Gcloud, GcloudError, Order
 from podium.pods.inventory import LOST, NAME, STATE, ApiObject, Slice, read_slices
-from podium.pods.patience import Patience
-from podium.pods.world import Clock, random_word
+from podium.pods.world import random_word
 
-PAUSES_S = (2.0, 5.0, 15.0, 30.0)
-"""Seconds between attempts of a request that may succeed soon."""
 POLL_S = 15.0
+LIST_S = 2.0
+"""Seconds between two looks at whether lists show a request."""
 SETTLE_S = 60.0
 """Seconds by which lists may lag behind requests and deletions."""
 LATE_S = 10.0
@@ -96,15 +95,36 @@ class SliceLists:
         say: Callable[[str], None] = lambda line: None,
         random_word: Callable[[str], str] = random_word,
         parallel: int = 4,
+        follows: bool = False,
     ) -> None:
-        """Set the project and the owner; `say` prints progress, `parallel` zones are listed at once."""
+        """Set the project and the owner; `say` prints progress, `parallel` zones are listed at once.
+
+        With `follows`, for commands that follow a run or a request, a Google that cannot be reached is waited for for
+        as long as it takes.
+        """
         self.gcloud = gcloud
         self.owner = owner
         self.clock = clock
         self.say = say
         self.random_word = random_word
         self._parallel = parallel
+        self._follows = follows
         self._zones: list[str] | None = None
+
+    def ask(self, argv: Sequence[str], timeout_s: float = READ_S) -> ApiAnswer:
+        """The answer to a command that is safe to repeat; waits while Google does not answer. Raises GcloudError."""
+        patience = self.patience("Google")
+        while True:
+            try:
+                return self.gcloud.ask(argv, timeout_s)
+            except GcloudError as error:
+                if not error.transient and not error.uncertain:
+                    raise
+                error.wait_out(patience, for_ever=self._follows)
+
+    def patience(self, what: str) -> Patience:
+        """Patience with something outside, by this machine's clock."""
+        return Patience(what, clock=self.clock, say=self.say)
 
     def survey(
         self, zones: Iterable[str] | None = None, *, each_zone: bool = False, needed: Sequence[str] = ()
@@ -118,7 +138,7 @@ class SliceLists:
         self.gcloud.note("")
         wanted = self.zones if zones is None else list(zones)
         with ThreadPoolExecutor(self._parallel) as pool:
-            listed = pool.map(self._nodes, wanted) if each_zone else [self._answer(self.gcloud.argv.nodes())]
+            listed = pool.map(self._nodes, wanted) if each_zone else [self.ask(self.gcloud.argv.nodes())]
             nodes = [each for found in listed for each in found]
             if zones is None:
                 self.gcloud.note("for every zone:")
@@ -130,7 +150,7 @@ class SliceLists:
         """The zones in which this project may request TPUs."""
         # Not functools.cached_property: in Python 3.11 all its instances share one lock, and gcloud is slow.
         if self._zones is None:
-            self._zones = sorted(each["locationId"] for each in self._answer(self.gcloud.argv.zones()))
+            self._zones = sorted(each["locationId"] for each in self.ask(self.gcloud.argv.zones()))
         return self._zones
 
     def titled(self, name: str, *, each_zone: bool = False, needed: Sequence[str] = ()) -> list[Slice]:
@@ -144,7 +164,7 @@ class SliceLists:
 
     def label(self, tpu_slice: Slice, labels: Mapping[str, str]) -> None:
         """Set labels of a slice's node."""
-        self._answer(self.gcloud.argv.label(tpu_slice.name, tpu_slice.zone, labels), CHANGE_S)
+        self.ask(self.gcloud.argv.label(tpu_slice.name, tpu_slice.zone, labels), CHANGE_S)
 
     def locate(self, name: str | None) -> Slice:
         """Find our slice with this name, or our only one; lists nodes first, because that is fast.
@@ -153,7 +173,7 @@ class SliceLists:
             SliceError: there is none, or there are several.
         """
         self.gcloud.note("")
-        nodes = self._answer(self.gcloud.argv.nodes())
+        nodes = self.ask(self.gcloud.argv.nodes())
         for listed in (lambda: read_slices(nodes, []), self.survey):
             ours = [each for each in listed() if self.is_ours(each) and name in (None, each.title, each.name)]
             titles = sorted({each.title for each in ours})
@@ -166,7 +186,7 @@ class SliceLists:
 
     def now(self, tpu_slice: Slice) -> Slice | None:
         """The slice as listed now; None if it is gone."""
-        for each in read_slices(self._answer(self.gcloud.argv.nodes(tpu_slice.zone)), []):
+        for each in read_slices(self.ask(self.gcloud.argv.nodes(tpu_slice.zone)), []):
             if each.name == tpu_slice.name and each.state == "ready":
                 return each  # without reading the queue, which takes longer
         return self.named(tpu_slice.name, tpu_slice.zone)
@@ -178,14 +198,14 @@ class SliceLists:
     def named(self, name: str, zone: str) -> Slice | None:
         """Our slice with this name in a zone."""
         with ThreadPoolExecutor(self._parallel) as pool:
-            nodes = pool.submit(self._answer, self.gcloud.argv.nodes(zone))
-            queued = pool.submit(self._answer, self.gcloud.argv.queued(zone))
+            nodes = pool.submit(self.ask, self.gcloud.argv.nodes(zone))
+            queued = pool.submit(self.ask, self.gcloud.argv.queued(zone))
         listed = read_slices(nodes.result(), queued.result())
         return next((each for each in listed if each.name == name and self.is_ours(each)), None)
 
     def _queued(self, zone: str, needed: Sequence[str] = ()) -> Sequence[ApiObject]:
         argv = self.gcloud.argv.queued(zone)
-        return self._answer(argv) if zone in needed else self._readable(argv, f"{zone}: its queue")
+        return self.ask(argv) if zone in needed else self._readable(argv, f"{zone}: its queue")
 
     def _nodes(self, zone: str) -> Sequence[ApiObject]:
         return self._readable(self.gcloud.argv.nodes(zone), f"{zone}: its nodes")
@@ -193,23 +213,12 @@ class SliceLists:
     def _readable(self, argv: Sequence[str], what: str) -> Sequence[ApiObject]:
         """The result of a list command; without permission, say so and return an empty list."""
         try:
-            return self._answer(argv)
+            return self.ask(argv)
         except GcloudError as error:
             if error.kind not in ("denied", "not_found", "invalid"):
                 raise
             self.say(f"{what} cannot be read ({error.text})")
             return []
-
-    def _answer(self, argv: Sequence[str], timeout_s: float = READ_S) -> ApiAnswer:
-        """Run a command that is safe to repeat, until it answers."""
-        for pause in PAUSES_S:
-            try:
-                return self.gcloud.ask(argv, timeout_s)
-            except GcloudError as error:
-                if not error.transient and not error.uncertain:
-                    raise
-            self.clock.sleep(pause)
-        return self.gcloud.ask(argv, timeout_s)
 
 
 class Slices(SliceLists):
@@ -231,28 +240,21 @@ class Slices(SliceLists):
             GcloudError: gcloud is unusable, or does not answer; nothing was requested.
         """
         asking = _Asking(order, zones)
-        patience = Patience(self.clock, self.say, f"the request for {order.name} stays")
-        while True:
-            try:
-                got = self._advance(asking, over, patience)
-            except GcloudError as error:
-                if not asking.standing:
-                    raise
-                try:
-                    patience.wait(error)
-                except GcloudError:
-                    raise PendingError(order.name, asking.standing, error) from error
-                continue
-            if got is not None:
-                return got
+        try:
+            while (got := self._advance(asking, over)) is None:
+                pass
+        except GcloudError as error:
+            if not asking.standing:
+                raise
+            raise PendingError(order.name, asking.standing, error) from error
+        return got
 
-    def _advance(self, asking: "_Asking", over: Callable[[], bool], patience: Patience) -> Slice | None:
+    def _advance(self, asking: "_Asking", over: Callable[[], bool]) -> Slice | None:
         """Do what is next for an order: ask a zone, wait, or delete what is useless. Returns the slice once ready."""
         order = asking.order
         if asking.unseen:
             self._list(asking)
         found = self.titled(order.name, needed=asking.zones)
-        patience.reset()
         holder = found[0] if found else None
         if over():
             self.delete([each for each in found if each.name in asking.asked])
@@ -271,7 +273,7 @@ class Slices(SliceLists):
             asking.standing = ""
         elif holder.state == "ready":
             return holder
-        elif reason := self._wait(asking, holder, patience):
+        elif reason := self._wait(asking, holder):
             asking.refused[holder.zone] = reason
             self.say(f"{holder.zone}: {reason}")
         return None
@@ -373,9 +375,9 @@ class Slices(SliceLists):
 
     def _created(self, order: Order, name: str, zone: str) -> GcloudError | None:
         """Request a slice, again if no reply comes; returns the last error, or None if the request stands."""
-        error: GcloudError | None = None
         order = dataclasses.replace(order, labels={**order.labels, NAME: order.name})
-        for pause in (*PAUSES_S, None):
+        patience = self.patience("Google")
+        while True:
             try:
                 self.gcloud.checked(self.gcloud.argv.create(order, name, zone))
                 return None
@@ -383,15 +385,14 @@ class Slices(SliceLists):
                 error = failed
             if error.kind == "exists":  # by this request, whose reply was lost
                 return None
-            if error.uncertain:
-                with contextlib.suppress(GcloudError):  # unknown, so the request is repeated
-                    if self.named(name, zone) is not None:
-                        return None
-            elif error.kind != "rate":
+            if not error.uncertain and error.kind != "rate":
                 return error
-            if pause is not None:
-                self.clock.sleep(pause)
-        return error
+            try:
+                if self.named(name, zone) is not None:
+                    return None
+                error.wait_out(patience)
+            except GcloudError:
+                return error
 
     def _list(self, asking: "_Asking") -> None:
         """Wait until lists show the request made last."""
@@ -405,24 +406,21 @@ class Slices(SliceLists):
                 asking.standing = ""
                 self.say(f"{zone}: {asking.refused[zone]}")
                 break
-            self.clock.sleep(PAUSES_S[0])
+            self.clock.sleep(LIST_S)
         asking.unseen = None
 
-    def _wait(self, asking: "_Asking", holder: Slice, patience: Patience) -> str | None:
+    def _wait(self, asking: "_Asking", holder: Slice) -> str | None:
         """Wait until it is ready; returns why it never will be. Raises DeletedError if other commands withdrew it."""
         self.gcloud.note("until it is ready:")
         began = seen = self.clock.monotonic()  # time asleep does not count
         creating: float | None = None  # since when
         detail = ""
         while True:
-            try:
-                listed = self.named(holder.name, holder.zone)
-            except GcloudError as error:
-                patience.wait(error)
-                seen = self.clock.monotonic()
-                continue
-            patience.reset()
+            asked = self.clock.monotonic()
+            listed = self.named(holder.name, holder.zone)
             now = self.clock.monotonic()
+            seen += now - asked  # in which Google did not answer
+            creating = creating and creating + now - asked
             if listed is None or listed.state == "deleting":
                 if now - seen > SETTLE_S:
                     break

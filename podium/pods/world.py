@@ -10,8 +10,8 @@ import secrets
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from podium.patience import Clock
 from podium.pods.gcloud import Runner, run_process
 from podium.pods.inventory import owner_label
 
@@ -19,22 +19,6 @@ OWNER_VARIABLE = "PODRUN_OWNER"
 """Owner of the slices, as a label's value, where gcloud's account is a machine's own."""
 RUN_VARIABLE = "PODRUN_RUN"
 """The run that a machine of `--on-vm` keeps alive, as a label's value; `podium pod down` there deletes only its own."""
-
-
-class Clock(Protocol):
-    """Time and waiting, as the module `time` has them."""
-
-    def monotonic(self) -> float:
-        """Seconds for which this machine has been awake, from any beginning."""
-        ...
-
-    def time(self) -> float:
-        """Seconds since 1970."""
-        ...
-
-    def sleep(self, seconds: float, /) -> None:
-        """Wait."""
-        ...
 
 
 def random_word(purpose: str) -> str:

@@ -43,7 +43,7 @@ def with_prompt_tokens(config: Config, recipe: Recipe, *, trains: bool, evaluate
     """
     if config.rollout.max_prompt_tokens is not None:
         return config, None
-    source = find_source(config.model)
+    source = find_source(config.model, waits=True)
     rollout, train, new = config.rollout, config.train, config.rollout.max_new_tokens
     behind = 2 * new if recipe.data_form == "pair" else new  # in a row of the update
     limits = (

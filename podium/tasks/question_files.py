@@ -18,6 +18,7 @@ import numpy as np
 
 from podium.config.errors import suggestion
 from podium.files import parse_object
+from podium.patience import patiently
 from podium.plain import clean_texts, once
 from podium.tasks.known_sets import SUBSETS, AnswerForm, is_code, published_form
 from podium.tasks.math_answers.correctness import is_correct
@@ -389,7 +390,8 @@ def _hub_rows(task: str, dataset: str, subset: str | None, split: str) -> Iterat
             f"{task}: data sets of the hub need `datasets`: pip install 'podium-rl[data]' (or set path to a local file)"
         ) from error
     try:
-        rows = datasets.load_dataset(dataset, subset or SUBSETS.get(dataset), split=split)
+        chosen = subset or SUBSETS.get(dataset)
+        rows = patiently(lambda: datasets.load_dataset(dataset, chosen, split=split), f"the hub, for {dataset}")
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{task}: could not load split {split!r} of {dataset} from the hub: {error}. "

@@ -211,17 +211,13 @@ def open_saving(origin: Origin, feed: Feed, around: Surroundings) -> Iterator[Sa
     """Open the run's checkpoints; leaving the block waits for the last one."""
     run_dir, job, config = around.run_dir, around.job, origin.spec.checkpoint
 
-    def begin_save() -> None:
-        around.phase("checkpoint")
-        run_dir.push()  # records first: resuming from the checkpoint needs them
-
     checkpointer = Checkpointer(
         run_dir.checkpoints,
         config,
         origin.weights.base,
-        on_save=begin_save,
+        on_save=lambda: around.phase("checkpoint"),
         beat=job.watchdog.beat,
-        records=run_dir.extents,
+        records=run_dir,
         settings=run_dir.settings,
         data=questions(feed.tasks, evaluates=False, columns=feed.columns),
     )

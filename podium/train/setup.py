@@ -62,7 +62,7 @@ def make_model(config: Config) -> Model:
         ValueError: the model, its tokenizer or the mesh is unusable.
     """
     prepare_platform()
-    source, mesh = find_source(config.model), make_mesh(config.mesh)
+    source, mesh = find_source(config.model, waits=True), make_mesh(config.mesh)
     if config.train.offload_optimizer:
         check_host_memory(mesh)
     decoder = decoder_of_run(read_architecture(source), config.lora, config.rollout.weights)
@@ -79,7 +79,7 @@ def make_role_model(role: Role, policy: Model) -> Model:
     Raises:
         ValueError: the model is unusable, or has another tokenizer or, if whole distributions are compared, head.
     """
-    source = find_source(role.model)
+    source = find_source(role.model, waits=True)
     if source == policy.source:
         return dataclasses.replace(policy, decoder=role.decoder, lora=None)
     tokenizer, key = load_tokenizer(source, template=False), f"{role.name}.model"

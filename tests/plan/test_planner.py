@@ -332,6 +332,17 @@ def test_gradients_alone_go_over_the_network_where_machines_hold_copies():
     assert network_bytes(one, "update", 10**6) == 0
 
 
+def test_two_slices_hold_what_one_does_and_sum_gradients_over_the_network():
+    """A chip of 2xv6e-4 has the weights of one of v6e-4; its part of the gradients is sent once over the network."""
+    one, two = (Planned.of(tiny_config(), find_accelerator(name), DECODER) for name in ("v6e-4", "2xv6e-4"))
+    assert (two.sizes.mesh["dp"], two.sizes.mesh["fsdp"]) == (2, 4)
+    assert two.sizes.own_count == one.sizes.own_count
+    assert network_bytes(two.sizes, "update", 10**6) == 2 * 4 * two.sizes.own_count // 2
+    assert network_bytes(two.sizes, "decode", 10**6) == network_bytes(one.sizes, "update", 10**6) == 0
+    plans = [make_plan(each, fast=True) for each in (one, two)]
+    assert plans[1].devices == 2 * plans[0].devices
+
+
 def test_a_search_for_a_cut_counts_where_sampling_is_cut():
     assert [_skipped(tiny_config(rollout=cut).rollout) for cut in ({}, {"top_k": 5}, {"top_p": 0.9})] == [
         ["sample"],

@@ -226,10 +226,10 @@ class Cloud:
         self.gcloud = FakeGcloud(self.fake, self.clock, hosts)
         self.said: list[str] = []
 
-    def owned_by(self, owner: str, runner: Runner | None = None) -> Slices:
+    def owned_by(self, owner: str, runner: Runner | None = None, *, follows: bool = False) -> Slices:
         """An owner's view of it."""
         gcloud = Gcloud(runner or self.gcloud)
-        return Slices(gcloud, owner=owner, clock=self.clock, say=self.said.append, parallel=1)
+        return Slices(gcloud, owner=owner, clock=self.clock, say=self.said.append, parallel=1, follows=follows)
 
 
 def _node(flags: dict[str, str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from podium.pods import commands
 from podium.pods.endings import Endings
-from podium.pods.gcloud import Finished, Gcloud
+from podium.pods.gcloud import Finished, Gcloud, GcloudError
 from podium.pods.inventory import IDLE_S, NAME, OWNER, RUN, label_text
 from podium.pods.launch import RunSpec
 from podium.pods.options import Rent, RunOptions
@@ -40,6 +40,8 @@ DEAD = ("SUSPENDED", "FAILED", "PREEMPTED")
 HOUR_S = 3600.0
 HOURS_S = STEPS * STEP_S
 """How long a run takes that nothing happens to."""
+SKEWS_S = (-5 * HOUR_S, 0.0, 0.0, 5 * HOUR_S, 20 * HOUR_S)
+"""How wrong the clocks of laptops are."""
 LIMIT_S = 40 * 24 * HOUR_S
 PATIENCE_S = 24 * HOUR_S
 RENT = Rent(type="v4-16", zones=list(ZONES), valid_until="10m", lease="4h")
@@ -100,6 +102,8 @@ class Command:
     followed: bool = False
     """Whether it had got a slice."""
     began: float = 0.0
+    again: float = 0.0
+    """When its user gave it again, after logging in."""
     bad: list[tuple[float, float, str]] = dataclasses.field(default_factory=list)
     """From when to when its gcloud fails, and with what."""
     odd: int = 0
@@ -114,6 +118,7 @@ class Soak:
     def __init__(self, seed: int, file: Path) -> None:
         self.timeline = Timeline()
         self.rng = random.Random(seed)
+        self.words = random.Random(-seed - 1)
         self.fake = FakeTpu(clock=self.timeline.time, zones=ZONES, provision_s=60.0, operation_s=5.0)
         self.fleet = Fleet(self.timeline.time, self.rng)
         self.events: list[str] = []
@@ -147,21 +152,46 @@ class Soak:
         """A laptop with a command that has not begun."""
         laptop = Laptop(self.timeline, name, skew_s)
         gcloud = _Gcloud(self, laptop)
-        slices = Slices(Gcloud(gcloud), owner="ada", clock=laptop, parallel=1, say=lambda line: project.say(line))
-        world = World(runner=gcloud, clock=laptop)
+        slices = Slices(
+            Gcloud(gcloud),
+            owner="ada",
+            clock=laptop,
+            parallel=1,
+            follows=role == "keeper",
+            say=lambda line: project.say(line),
+            random_word=self.word,
+        )
+        world = World(runner=gcloud, clock=laptop, random_word=self.word)
         project = _Quiet(world=world, slices=slices, zone=None, secrets=Secrets({}))
         command = Command(laptop=laptop, role=role, run=run, project=project, began=self.timeline.now)
         project.__dict__["command"] = gcloud.command = command
         self.commands.append(command)
         return command
 
+    def word(self, purpose: str) -> str:
+        """A word that was never used before, and is the same whenever the story is told."""
+        return f"{self.words.getrandbits(64):016x}"
+
     def keep(self, command: Command) -> None:
+        """`podium pod run --keep-alive`; when its login has expired, its user logs in and gives it again."""
+        while True:
+            try:
+                return self._keep(command)
+            except GcloudError as error:
+                if error.kind != "login":
+                    raise
+                command.said.append((self.timeline.now, str(error)))
+            logged_in = max(until for _, until, text in command.bad if text == LOGIN)
+            command.laptop.sleep(max(60.0, logged_in - self.timeline.now))
+            command.again = self.timeline.now
+
+    def _keep(self, command: Command) -> None:
         """`podium pod run --keep-alive --type v4-16 --slice demo`."""
         spec = self.specs[str(command.run)]
         project = command.project
         run = label_text(spec.prefix)
         order = new_order("demo", RENT, project.slices, ZONES, run, bucket="bucket")
-        endings = Endings(project.slices.gcloud, "bucket", run, project.say)
+        endings = Endings(project.slices, "bucket", run)
         session = Session(project, spec, order, ZONES, endings, fresh=True)
         command.followed = True
         command.status = follow(project, session, RunOptions(keep_alive=True))
@@ -217,7 +247,7 @@ class Soak:
         """The moment at which most is decided by names: a slice is lost, and each laptop may close in a command."""
         for command in self.commands:
             if command.role == "keeper" and self.rng.random() < 0.7:
-                method = self.rng.choice(["POST", "POST", "DELETE", "DELETE", "PATCH", "GET"])
+                method = self.rng.choice(["POST", "POST", "DELETE", "DELETE", "PATCH", "GET", "PUT"])
                 command.lids.append((method, self.rng.choice([120, 1800, 7200, 36000])))
         self.preempt()
 
@@ -284,15 +314,19 @@ class Soak:
     def plan(self) -> None:
         """Draw who does what and what will happen."""
         rng = self.rng
-        self.later("keeps run", 0.0, lambda: self.begin(self.command("first", "keeper", "run"), self.keep))
+
+        def keeps(name: str, run: str, at: float) -> None:
+            skew_s = rng.choice(SKEWS_S)
+            command = functools.partial(self.command, name, "keeper", run, skew_s)
+            self.later(f"{name} keeps {run}", at, lambda: self.begin(command(), self.keep))
+
+        keeps("first", "run", 0.0)
         if rng.random() < 0.45:
-            at = rng.uniform(0.0, 1.5 * HOURS_S)
-            self.later("keeps run too", at, lambda: self.begin(self.command("second", "keeper", "run"), self.keep))
+            keeps("second", "run", rng.uniform(0.0, 1.5 * HOURS_S))
         if rng.random() < 0.35:
-            at = rng.uniform(0.0, 3.0 * HOURS_S)
-            self.later("keeps other", at, lambda: self.begin(self.command("third", "keeper", "other"), self.keep))
+            keeps("third", "other", rng.uniform(0.0, 3.0 * HOURS_S))
         if rng.random() < 0.35:
-            skew_s = rng.choice([-5 * HOUR_S, 0.0, 5 * HOUR_S, 20 * HOUR_S])
+            skew_s = rng.choice(SKEWS_S)
             every_s = rng.choice([600.0, 1800.0])
             self.events.append(f"reaper {skew_s / HOUR_S:+.0f} h every {every_s:.0f}")
             self.timeline.after(rng.uniform(0.0, every_s), lambda: self._cron(every_s, skew_s))
@@ -357,7 +391,7 @@ class Soak:
             "lid closed": to_a_keeper(lambda command: command.laptop.close_lid(rng.choice([120, 1800, 3600, 36000]))),
             "lid closed in a command": to_a_keeper(
                 lambda command: command.lids.append(
-                    (rng.choice(["POST", "DELETE", "PATCH", "GET"]), rng.choice([120, 1800, 3600, 36000]))
+                    (rng.choice(["POST", "DELETE", "PATCH", "GET", "PUT"]), rng.choice([120, 1800, 3600, 36000]))
                 )
             ),
             "ssh refused": lambda: setattr(fleet, "refused_until", self.timeline.now + rng.choice([60, 900, 7200])),
@@ -467,7 +501,7 @@ def _a_file() -> Path:
 
 
 @contextmanager
-def _commands_of(soak: Soak) -> Iterator[None]:
+def commands_of(soak: Soak) -> Iterator[None]:
     """`podium pod stop`, `down` and `reap` open the project of the laptop that runs them."""
 
     def opened(*_: object) -> Project:
@@ -485,7 +519,7 @@ def story(seed: int) -> Soak:
     assert "PODRUN_OWNER" not in os.environ
     soak = Soak(seed, _a_file())
     soak.plan()
-    with _commands_of(soak):
+    with commands_of(soak):
         soak.timeline.run(soak.over)
     soak.fleet.settle()
     return soak

@@ -251,15 +251,15 @@ def offline_from(world: World, states: tuple[str, ...], stderr: str, seconds: fl
     ("stderr", "seconds"),
     [
         ("ERROR: gcloud crashed (ConnectionError): unable to find the server\n", 6 * 3600.0),
-        (LOGIN, 1500.0),
         ("ERROR: (gcloud.x) ABORTED: the operation was aborted\n", 1500.0),
         ("ERROR: (gcloud.x) CANCELLED: the client closed\n", 1500.0),
         ("ERROR: (gcloud.x) DATA_LOSS: nobody knows what\n", 1500.0),
     ],
-    ids=["offline", "login", "aborted", "cancelled", "unknown"],
+    ids=["offline", "aborted", "cancelled", "unknown"],
 )
 def test_a_request_in_the_queue_is_waited_for_through_errors(world, stderr, seconds):
     offline_from(world, ("ACCEPTED", "WAITING_FOR_RESOURCES"), stderr, seconds)
+    world.slices = world.owned_by("ada", follows=True)
     got = world.slices.up(ORDER, ["us-a"])
     assert got.state == "ready"
     assert len(world.fake.everything()) == 2

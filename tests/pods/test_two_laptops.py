@@ -77,7 +77,9 @@ class Laptops(Cloud):
         slices = self.owned_by("ada", runner)
         slices.clock = Skewed(self.clock, skew_s)
         world = World(runner=runner or self.gcloud, clock=slices.clock)
-        return _Heard(world=world, slices=slices, zone=None, secrets=Secrets({}))
+        project = _Heard(world=world, slices=slices, zone=None, secrets=Secrets({}))
+        slices.say = project.say
+        return project
 
     def spec(self, name: str) -> RunSpec:
         """A run."""
@@ -95,7 +97,7 @@ class Laptops(Cloud):
         project, spec = project or self.project(), self.spec(name)
         run = label_text(spec.prefix)
         order = new_order("demo", RENT, project.slices, ZONES, run, bucket="b" if own else None)
-        endings = Endings(project.slices.gcloud, "b" if own else None, run, project.say)
+        endings = Endings(project.slices, "b" if own else None, run)
         return Session(project, spec, order, ZONES, endings, fresh=True)
 
     def session(self, name: str = "run", project: Project | None = None, *, own: bool = True) -> Session:

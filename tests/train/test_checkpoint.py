@@ -328,7 +328,7 @@ def test_a_folder_that_became_read_only_is_named_with_its_way_out(open_checkpoin
     def refuse(folder: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
 
-    monkeypatch.setattr(checkpoint, "_try_to_write", refuse)
+    monkeypatch.setattr(checkpoint, "try_to_write", refuse)
     with pytest.raises(CheckpointError, match=r"Read-only file system.*\[1\]; make .*/checkpoints writable") as caught:
         checkpointer.save(2, make_state(2), {}, score=None)
     assert "make room" not in str(caught.value)

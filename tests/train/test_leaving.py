@@ -223,7 +223,7 @@ def test_a_disk_that_is_full_at_the_end_hides_no_error(tiny_model, tmp_path, mon
     config = make_config(tiny_model, tmp_path, **merged(STEPWISE, NEVER))
     monkeypatch.setattr("podium.train.loop.evaluate", fail_at(2, evaluate, RuntimeError("the first error")))
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    target = "podium.train.checkpoints.checkpoint._try_to_write"
+    target = "podium.train.checkpoints.checkpoint.try_to_write"
     monkeypatch.setattr(target, fail_at(2, pkgutil.resolve_name(target), full))
     with pytest.raises(RuntimeError, match="the first error"):
         train(config, plain=True)

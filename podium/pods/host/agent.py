@@ -12,14 +12,13 @@ import json
 import os
 import platform
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from podium.files import RunFileError
+from podium.files import RunFileError, room
 from podium.job.cluster import COORDINATOR_PORT, chips, local_worker
 from podium.pods.host.jobs import GRACE_S, LONGEST_STOP_S, BusyError, Host, JobSpec, StartError
 from podium.pods.host.supervisor import supervise
@@ -31,6 +30,8 @@ USAGE = 2
 BUSY = 75
 LEAST_DISK = 2 * 2**30
 """Minimum free bytes on a worker."""
+LEAST_FILES = 50_000
+"""Minimum free files (inodes) on a worker: code, and the packages that are installed."""
 Command = Callable[[argparse.Namespace, Host], int]
 """Runs a command and returns its exit status."""
 OURS = tuple(f"PODRUN_{name}" for name in ("JOB", "JOB_DIR", "WORKER", "WORKERS", "COORDINATOR", "ACCELERATOR"))
@@ -103,11 +104,12 @@ def _probe(args: argparse.Namespace, host: Host) -> int:
     host.home.mkdir(parents=True, exist_ok=True, mode=0o700)
     python = platform.python_version()
     devices = chips()
-    free = shutil.disk_usage(host.home).free
+    free, files = room(host.home)
     holder = host.holder()
     checks = {
         f"Python {python} is too old; 3.11 to 3.13 are supported": sys.version_info >= (3, 11),
         f"{host.home} has {free / 2**30:.1f} GiB free and needs {LEAST_DISK / 2**30:.0f}": free >= LEAST_DISK,
+        f"{host.home} has {files} files (inodes) free and needs {LEAST_FILES:,}": files is None or files >= LEAST_FILES,
         f"this host has {devices} chips and should have {args.expect_devices}; recreate the slice": (
             args.expect_devices in (None, devices)
         ),

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import IO, Literal
 
-from podium.files import RunFileError, write_atomically
+from podium.files import RunFileError, cause_of, disk_advice, write_atomically
 from podium.job.job_records import NO_JOB, PROGRESS, RECORD, JsonObject, one_line, read_json
 from podium.pods.host.processes import kill, marked, wait_until
 
@@ -132,8 +132,12 @@ class Host:
             BusyError: another job is running on the host.
             StartError: the supervisor did not come up, or the command cannot be run.
         """
-        self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self.home / "start.lock").open("a") as lock:
+        try:
+            self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = (self.home / "start.lock").open("a")
+        except OSError as error:
+            raise self._unwritten(spec.job, error) from error
+        with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             state = self.state(spec.job)
             if state != "none":
@@ -152,11 +156,7 @@ class Host:
                 self._link(spec.job)
             except (OSError, RunFileError) as error:
                 shutil.rmtree(folder, ignore_errors=True)
-                free = shutil.disk_usage(self.home).free / 1e6
-                raise StartError(
-                    f"job {spec.job} cannot be written below {self.home}, where {free:.1f} MB are free and it needs"
-                    f" {RESERVE_BYTES / 1e6:.1f} and room for its log: {error}; delete old jobs or code there"
-                ) from error
+                raise self._unwritten(spec.job, error) from error
             self._launch(spec)
             return "started"
 
@@ -183,6 +183,11 @@ class Host:
     def processes(self, job: str) -> list[int]:
         """The living processes of a job, including its supervisor."""
         return marked(JOB_DIR, str(self.folder(job)))
+
+    def _unwritten(self, job: str, error: Exception) -> StartError:
+        """The error for a job whose files cannot be written."""
+        advice = disk_advice(error, self.home, RESERVE_BYTES, elsewhere="such as old jobs and code")
+        return StartError(f"job {job} cannot be written: {cause_of(error.__cause__ or error)}; {advice}")
 
     def _link(self, job: str) -> None:
         links = {"latest": f"jobs/{job}"} | {f"latest.{name}": f"jobs/{job}/{name}" for name in ("log", "pid", "exit")}

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
-from podium.files import BUCKETS, write_atomically
+from podium.files import BUCKETS, room, write_atomically
 from podium.job.job_records import PROGRESS, Progress, read_json, write_record
 from podium.job.redact import Redactor, filtered
 from podium.pods.host.jobs import (
@@ -227,7 +227,9 @@ def _record_end(folder: Path, spec: JobSpec, status: int, said: str, *, after_st
         kind, message = "signal", f"signal {status - 128} ({name})" + (why if status == 137 else "")
     else:
         kind, message = "exit", f"exit status {status}; the log ends with: {last_line(said)}"
-    if status and shutil.disk_usage(folder).free < FULL_BYTES:
-        message += f"; the disk of {folder} is full: delete something there (podium pod ssh), then start again"
+    free, files = room(folder)
+    if status and (free < FULL_BYTES or files == 0):
+        what = "has no file (inode) left" if files == 0 else "is full"
+        message += f"; the disk of {folder} {what}: delete something there (podium pod ssh), then start again"
     progress = cast("Progress", read_json(folder / PROGRESS) or {})
     write_record(folder, kind, message, status, worker=spec.worker, progress=progress)

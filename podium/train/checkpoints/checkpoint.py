@@ -18,14 +18,12 @@ import functools
 import json
 import logging
 import sys
-import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import NotRequired, Protocol, TypedDict
 
 import jax
 import orbax.checkpoint as ocp
@@ -38,9 +36,11 @@ from podium.hosts.distributed import from_leader
 from podium.observe.record_check import Extent
 from podium.observe.run_dir import Settings, saved_steps
 from podium.observe.summary import versions
+from podium.patience import telling
 from podium.sampling.conversations.carry import HostState, Position
 from podium.sharding import Params
-from podium.train.checkpoints.s3 import S3, take_s3_for_a_bucket
+from podium.train.checkpoints.postponing import Postponing, try_to_write
+from podium.train.checkpoints.s3 import S3, take_s3_for_a_bucket, wait_for_gcs
 from podium.train.checkpoints.step_files import Beat, CheckpointError, damage, seal, stored_sizes
 from podium.train.state import TrainState
 
@@ -70,14 +70,36 @@ def _quiet_orbax() -> None:
 
 
 def _prepare_orbax(folder: Path) -> None:
-    """Silence orbax, and make it accept `folder` if this is in S3."""
+    """Silence orbax, and make it accept `folder` if this is in S3 and wait for any bucket."""
     _quiet_orbax()
     if str(folder).startswith(S3):
         take_s3_for_a_bucket()
+    elif in_bucket(folder):
+        wait_for_gcs()
 
 
 def _idle() -> None:
     """Do nothing: the default callback."""
+
+
+class Records(Protocol):
+    """The records of a run, beside its checkpoints."""
+
+    def extents(self) -> Mapping[str, Extent]:
+        """A summary of what they hold now."""
+        ...
+
+    def push(self) -> None:
+        """Copy them to where the checkpoints are, before a step is complete; called in another thread."""
+        ...
+
+
+class Beside(TypedDict):
+    """What every checkpoint of a run stores beside its state."""
+
+    base: str | None
+    settings: NotRequired[Settings]
+    data: NotRequired[Mapping[str, str]]
 
 
 class Checkpointer:
@@ -86,8 +108,8 @@ class Checkpointer:
     The folder is the run's `checkpoints`, created if missing; only the run itself may write to it. `on_save` is called
     when `maybe_save` starts a save; `beat` is called repeatedly while a caller waits for a save whose files are
     growing. `base` is the fingerprint of the frozen weights, which are not part of the state: restoring requires the
-    same weights. `records` returns a summary of the run's records, which `maybe_save` stores beside the state, as it
-    does the run's `settings` and the digests of its `data`.
+    same weights. `maybe_save` stores a summary of the run's `records` beside the state, as it does the run's `settings`
+    and the digests of its `data`.
 
     Raises:
         CheckpointError: if the folder cannot be created or written to.
@@ -101,7 +123,7 @@ class Checkpointer:
         *,
         on_save: Beat = _idle,
         beat: Beat = _idle,
-        records: Callable[[], Mapping[str, Extent]] = dict,
+        records: Records | None = None,
         settings: Settings | None = None,
         data: Mapping[str, str] | None = None,
     ) -> None:
@@ -110,12 +132,15 @@ class Checkpointer:
         self._on_save = on_save
         self._beat = beat
         self._records = records
-        self._settings = settings
-        self.data = data
-        self.base = base
+        self._beside: Beside = {"base": base}
+        if settings is not None:
+            self._beside["settings"] = settings
+        if data is not None:
+            self._beside["data"] = data
         self._step: int | None = None  # last step passed to orbax, complete or not
         self._failed = False  # whether saving it failed
         self._bytes = 0  # of its arrays
+        self._postponing = Postponing(self._folder)
         _prepare_orbax(folder)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=KeepPolicy(config, self._folder),
@@ -125,9 +150,11 @@ class Checkpointer:
             async_options=ocp.AsyncOptions(timeout_secs=SAVE_LIMIT_S, post_finalization_callback=self._seal),
         )
         try:
-            _try_to_write(self._folder)
+            try_to_write(self._folder)
             self._manager = ocp.CheckpointManager(self._folder, options=options)
-        except (OSError, ValueError) as error:
+        except Exception as error:
+            if not isinstance(error, OSError | ValueError) and not in_bucket(self._folder):  # buckets raise any kind
+                raise
             raise CheckpointError(
                 f"checkpoints cannot be kept in {self._folder}: {cause_of(error)}; {disk_advice(error, self._folder)}"
             ) from error
@@ -137,25 +164,27 @@ class Checkpointer:
     ) -> float | None:
         """Save a step if the config asks for it, if it is `due`, or if it is the `last`; returns the seconds it took.
 
-        Returns None if it does not save. All hosts of a run must pass the same `due`. `position` is the run's position
-        in its prompts. `score` is for `keep_best`; None if the step was not evaluated. The `last` step is completely on
-        disk when this returns.
+        Returns None if it does not save. If the bucket does not answer, a regular save is `postponed`: each step tries
+        again, and the next regular save waits, so that training goes on through a short outage. All hosts of a run must
+        pass the same `due`. `position` is the run's position in its prompts. `score` is for `keep_best`; None if the
+        step was not evaluated. The `last` step is completely on disk when this returns.
         """
         every, best = self._config.every_steps, self._config.keep_best and score is not None
-        if not (last or best or due or (every and step % every == 0)):
+        regular = due or bool(every and step % every == 0)
+        if not (last or best or regular or self.postponed):
+            return None
+        if self._postponing.puts_off(regular=regular, needed=last or bool(best)):
             return None
         self._on_save()
         start = time.perf_counter()
+        records = self._records.extents() if self._records is not None else {}
         host_state: HostState = {
             **position.record(),
             "versions": versions(),
-            "base": self.base,
-            "records": self._records(),
+            "base": self._beside["base"],
+            "records": records,
+            **self._beside,
         }
-        if self._settings is not None:
-            host_state["settings"] = self._settings
-        if self.data is not None:
-            host_state["data"] = self.data
         self.save(step, state, host_state, score=score, wait=last)
         return time.perf_counter() - start
 
@@ -183,7 +212,8 @@ class Checkpointer:
             )
             metrics = None if score is None else {SCORE: score}
             with self._write_errors(), self._beating():
-                _try_to_write(self._folder)  # before orbax starts threads that wait for the step's folder
+                if not in_bucket(self._folder):  # before orbax starts threads that wait for the step's folder
+                    try_to_write(self._folder)
                 self._manager.save(step, args=items, metrics=metrics, force=True)
         if wait:
             self.wait()
@@ -192,6 +222,16 @@ class Checkpointer:
         """Wait until the last save is completely on disk. Raises CheckpointError if it failed."""
         with self._write_errors(), self._beating():
             self._manager.wait_until_finished()
+
+    @property
+    def postponed(self) -> bool:
+        """Whether a save was due while the bucket did not answer, and is still to come."""
+        return self._postponing.postponed
+
+    @property
+    def data(self) -> Mapping[str, str] | None:
+        """Digests of the run's data."""
+        return self._beside.get("data")
 
     def steps(self) -> list[int]:
         """The steps that are completely on disk, oldest first."""
@@ -203,7 +243,7 @@ class Checkpointer:
         Does not compare digests: `newest_whole_step` does that before a run continues.
         """
         self.wait()
-        return restore_state(self._folder, step, abstract_state, base=self.base, digests=False)
+        return restore_state(self._folder, step, abstract_state, base=self._beside["base"], digests=False)
 
     def close(self) -> None:
         """Wait for the last save and stop orbax's threads. Raises CheckpointError if the save failed."""
@@ -216,6 +256,8 @@ class Checkpointer:
     def _seal(self) -> None:
         """Called by orbax on the first host after the last byte of a step is written and before the step is renamed."""
         assert self._step is not None, "orbax finishes only a step that was passed to it"
+        if self._records is not None:
+            self._records.push()  # resuming from the step needs them; training does not wait for it
         (unnamed,) = self._unfinished()
         seal(unnamed, self._step, self._beat)
 
@@ -225,9 +267,14 @@ class Checkpointer:
             return [] if self._step is None else [self._folder / str(self._step)]
         return list(self._folder.glob(f"{self._step}{ocp.utils.TMP_DIR_SUFFIX}*"))
 
-    def _beating(self) -> contextlib.AbstractContextManager[None]:
-        """Inside the block, call `beat` as long as the files of the step being written grow."""
-        return _growing(self._unfinished, self._beat, POLL_S * (5 if in_bucket(self._folder) else 1))
+    @contextmanager
+    def _beating(self) -> Iterator[None]:
+        """Inside the block, call `beat` while the files of the step being written grow, or the bucket is waited for."""
+        with (
+            telling(self._beat),
+            _growing(self._unfinished, self._beat, POLL_S * (5 if in_bucket(self._folder) else 1)),
+        ):
+            yield
 
     @contextmanager
     def _write_errors(self) -> Iterator[None]:
@@ -237,7 +284,8 @@ class Checkpointer:
         except Exception as error:
             self._failed = True
             _end_waiting_threads()
-            self._manager.reload()  # orbax no longer lists the steps that the failed one would have replaced
+            with contextlib.suppress(Exception):  # of the bucket, which is told below
+                self._manager.reload()  # orbax no longer lists the steps that the failed one would have replaced
             raise CheckpointError(
                 f"the checkpoint of step {self._step} could not be written to {self._folder}: {cause_of(error)};"
                 f" {self._way_out(error)}"
@@ -245,8 +293,11 @@ class Checkpointer:
 
     def _way_out(self, error: BaseException) -> str:
         """Advice for the error message of a failed save."""
-        advice = disk_advice(error, self._folder, self._bytes)
-        return f"complete steps: {self.steps()}; {advice}; the same command continues from the newest of them"
+        advice = f"{disk_advice(error, self._folder, self._bytes)}; the same command continues from the newest"
+        try:
+            return f"complete steps: {self.steps()}; {advice} of them"
+        except Exception:  # the bucket cannot be read either
+            return f"{advice} complete step"
 
 
 def _end_waiting_threads() -> None:
@@ -270,7 +321,7 @@ def _growing(folders: Callable[[], list[Path]], beat: Beat, every_s: float) -> I
     def watch() -> None:
         before = -1
         while not done.wait(every_s):
-            with contextlib.suppress(OSError):  # files are renamed meanwhile
+            with contextlib.suppress(Exception):  # files are renamed meanwhile; a bucket raises any kind
                 now = sum(sum(stored_sizes(folder).values()) for folder in folders())
                 if now != before:
                     beat()
@@ -356,18 +407,6 @@ def _check_base(path: Path, saved: str | None, base: str | None) -> None:
             f"{path} has adapters of the base {saved}, and the config's model, as it is kept, is {base}: other weights,"
             " or another lora.base; set model and lora.base to what the run was trained with"
         )
-
-
-def _try_to_write(folder: Path) -> None:
-    """Create the folder, and write and delete a file in it; the name is unique, as other hosts do the same."""
-    if in_bucket(folder):
-        probe = folder / f".written-{uuid.uuid4().hex}"
-        probe.write_text("")
-        probe.unlink()
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
 
 
 def _rest(state: TrainState) -> TrainState:

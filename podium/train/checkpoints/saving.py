@@ -76,9 +76,9 @@ class Saving:
         `score` is for `checkpoint.keep_best`; None if the step was not evaluated.
         """
         assert self._whole is not None, "a step was done"
-        due = self._timer.due()
+        due, before = self._timer.due(), self.checkpointer.postponed
         seconds = self.checkpointer.maybe_save(*self._whole, score=score, last=last, due=due)
-        if seconds is not None:
+        if seconds is not None or (self.checkpointer.postponed and not before):
             self._timer.restart()
         return seconds
 

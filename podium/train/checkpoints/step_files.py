@@ -24,9 +24,12 @@ import xxhash
 from podium.files import cause_of, in_bucket, write_atomically
 from podium.observe.identity import IDENTITY, RUN, stored_id
 from podium.observe.run_dir import saved_steps
+from podium.patience import fault_of, way_out
 
 SIZES, DIGESTS = "sizes.json", "digests.json"
 ASIDE = ".damaged"
+UNREADABLE = (OSError, ValueError, AttributeError, TypeError, KeyError)
+"""Errors of files that cannot be read, or are not the expected JSON."""
 BLOCK = 1 << 20  # bytes read at once: small enough for the CPU's cache, large enough for few calls
 READERS = 4
 Beat = Callable[[], None]
@@ -64,11 +67,17 @@ def seal(path: Path, step: int, beat: Beat) -> None:
 def damage(path: Path, *, digests: bool, beat: Beat = lambda: None) -> str | None:
     """Describe what is wrong with a step: its first damaged file, or another step or run in its place. None if intact.
 
-    With `digests` every byte is read; otherwise only sizes, step and run are compared.
+    With `digests` every byte is read; otherwise only sizes, step and run are compared. Raises CheckpointError if a
+    bucket cannot be read.
     """
     try:
         return _wrong_sizes(path) or _wrong_place(path) or (_wrong_bytes(path, beat) if digests else None)
-    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:  # unreadable, or not the expected JSON
+    except Exception as error:
+        if in_bucket(path) and (fault := fault_of(error)) != "other":
+            advice = way_out(fault, str(path)[:2])
+            raise CheckpointError(f"{path} cannot be read: {cause_of(error)}; {advice}") from error
+        if not isinstance(error, UNREADABLE):
+            raise
         name = Path(getattr(error, "filename", None) or SIZES).name
         return f"{name} cannot be read: {cause_of(error)}"
 
