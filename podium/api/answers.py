@@ -27,7 +27,7 @@ from podium.observe.stats import TaskScores
 from podium.observe.text import shown
 from podium.rollout.request import Completion, Request
 from podium.run.answering import Answering, Asked, resolve_answering
-from podium.run.resolve import resolve_recipe, resolve_rollout
+from podium.run.resolve import resolve_rollout
 from podium.sampling.feed import request_seed
 from podium.sampling.prompt_lengths import rounded_up
 from podium.sampling.sampler import Sampler
@@ -211,14 +211,14 @@ def open_model(
     if context is not None:
         lengths = {"rollout.max_prompt_tokens": context - 1, "rollout.max_new_tokens": 1}
     lengths["rollout.repetition_penalty"] = sampling.repetition_penalty  # the first decode program depends on it
-    config = load_settings(files, [*before, *given, *_overrides({**UNUSED, **lengths})], os.environ).config
-    opened = make_model(config)
+    checked = load_settings(files, [*before, *given, *_overrides({**UNUSED, **lengths})], os.environ)
+    config, opened = checked.config, make_model(checked.config)
     if prompts and config.rollout.max_prompt_tokens is None:
         longest = max(map(len, _encoded(prompts, opened.tokenizer, answering)))
         room = opened.decoder.max_positions - sampling.max_new_tokens
         fitting = {"max_prompt_tokens": max(longest, min(rounded_up(longest), room))}
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update=fitting)})
-    spec = resolve_rollout(config, resolve_recipe(config), opened.decoder, opened.machine)
+    spec = resolve_rollout(config, checked.recipe, opened.decoder, opened.machine)
     rollouts = Sampler(spec, opened.decoder, opened.tokenizer, opened.mesh)
     with giving_back_memory(), contextlib.closing(rollouts):
         rollouts.compile_ahead()
