@@ -122,6 +122,7 @@ def evaluation_overrides(
         *([] if run else [Override("model", target, f"argument {target}"), *_fitting_lengths(target)]),
         Override("tasks", tasks, f"--task {tasks[0]['name']}"),
         Override("grading.overlong_buffer_tokens", 0, "podium eval"),
+        *([Override("eval.temperature", 1.0, "--samples 0")] if options["eval.samples"] == 0 else []),
         *(override for override in given if override.value is not None or override.key == "eval.questions"),
     ]
 

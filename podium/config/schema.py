@@ -755,6 +755,9 @@ def _evaluation(config: Config) -> Iterator[Contradiction]:
     if not config.eval.greedy and not config.eval.samples:
         rule = "0, and eval.greedy is false: no question would be answered"
         yield Contradiction(("eval.samples", "eval.greedy"), f"{rule}; set samples to 1 or more, or greedy to true")
+    if not config.eval.samples and config.eval.temperature != 1.0:
+        rule = f"{config.eval.temperature:g} has no effect: eval.samples is 0, so evaluations sample nothing"
+        yield Contradiction(("eval.temperature", "eval.samples"), f"{rule}; set samples to 1 or more, or leave it out")
 
 
 def _checkpoints(config: Config) -> Iterator[Contradiction]:

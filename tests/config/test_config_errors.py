@@ -159,6 +159,7 @@ def test_a_wrong_value_says_the_rule(errors, text, message):
         ("train: {optimizer: {warmup_steps: 101}}", "train.optimizer.warmup_steps", "more than the run's 100"),
         ("grading: {overlong_buffer_tokens: 9}", "grading.overlong_buffer_tokens", "no task has a length reward"),
         ("eval: {greedy: false}", "eval.samples", "no question would be answered"),
+        ("eval: {temperature: 0.6}", "eval.temperature", "0.6 has no effect: eval.samples is 0, so evaluations"),
         ("checkpoint: {keep_best: 2}", "checkpoint.keep_best", "for example to 20"),
         ("checkpoint: {keep_every: 30}", "checkpoint.keep_every", "for example 40"),
         ("checkpoint: {keep_every: 30, every_steps: 0}", "checkpoint.keep_every", "there is only the last"),
