@@ -25,6 +25,8 @@ from podium.config.reference import ReferenceConfig
 from podium.config.reward_model import RewardModelConfig
 from podium.config.rollout_weights import RolloutWeights
 from podium.config.section import (
+    SMALLEST,
+    Divisor,
     Finite,
     Fraction,
     NotNegative,
@@ -215,15 +217,15 @@ class RolloutConfig(Section):
     only when the cache has room for its longest length, so that nothing is evicted and recomputed. With `in_flight`
     above 1, replies are taken after a fixed number of steps of the engine. Slower (docs/environments.md); a run without
     conversations is reproducible anyway."""
-    temperature: PositiveFloat = 1.0  # TRL: temperature
+    temperature: Divisor = 1.0  # TRL: temperature
     """Sampling temperature, also of the trainer's log-probabilities. For greedy answers see `eval.greedy`."""
-    top_k: NotNegative = 0
+    top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Sample from the k likeliest tokens; 0: all. Biases the gradient: other tokens are never tried."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # TRL: top_p
+    top_p: Annotated[float, Field(ge=SMALLEST, le=1.0)] = 1.0  # TRL: top_p
     """Sample from the likeliest tokens with this total probability; 1: all. Biases the gradient like top_k."""
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0  # TRL: min_p
     """Drop tokens less likely than this fraction of the likeliest; 0: none. Biases the gradient like top_k."""
-    repetition_penalty: PositiveFloat = 1.0
+    repetition_penalty: Divisor = 1.0
     """Divide positive logits of tokens that the sequence holds already, prompt included, and multiply negative ones by
     this (arXiv:1909.05858); 1: none. The update's policy has none: a correction accounts for it
     (docs/algorithms.md)."""
@@ -444,9 +446,9 @@ class EvalConfig(Section):
     samples: NotNegative = 0
     """Sampled answers per question, for avg@k and pass@k, drawn with `rollout`'s top_k, top_p, min_p and stop; 0:
     none."""
-    temperature: PositiveFloat = 1.0  # verl: val_kwargs.temperature
+    temperature: Divisor = 1.0  # verl: val_kwargs.temperature
     """Temperature of the sampled answers."""
-    repetition_penalty: PositiveFloat = 1.0
+    repetition_penalty: Divisor = 1.0
     """Repetition penalty of greedy and sampled answers; `rollout.repetition_penalty` does not apply to them."""
 
     @property
