@@ -373,7 +373,10 @@ def with_long_sequences(subject: Subject) -> Subject:
             "reproducible": True,  # prompts enter in chunks of 128 tokens
         }
     )
-    return dataclasses.replace(subject, config=subject.config.model_copy(update={"rollout": rollout}), lengths=LONG)
+    positions = max(subject.decoder.max_positions, LONG.longest_prompt + LONG.completion)  # no weight depends on it
+    decoder = dataclasses.replace(subject.decoder, max_positions=positions)
+    config = subject.config.model_copy(update={"rollout": rollout})
+    return dataclasses.replace(subject, config=config, decoder=decoder, lengths=LONG)
 
 
 def shortest_prompt(recipe: Recipe) -> int:

@@ -1150,5 +1150,12 @@ def test_nothing_is_red_where_no_bug_is_planted(kind):
         assert [(check.name, check.difference) for check in stage(updates) if not check.ok] == []
 
 
+@pytest.mark.long
+def test_a_model_of_fewer_positions_than_the_long_sequences_is_checked_too():
+    subject = make_checked_subject("plain")
+    few = dataclasses.replace(subject, decoder=dataclasses.replace(subject.decoder, max_positions=64))
+    assert all(check.ok for check in long_checks(Updates(with_new_engine(few))))
+
+
 def test_the_readme_says_how_many_bugs_are_planted():
     assert f"each of the {len(BUGS)} bugs that its tests plant" in README.read_text("utf-8")
