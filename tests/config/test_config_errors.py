@@ -171,7 +171,7 @@ def test_a_wrong_value_says_the_rule(errors, text, message):
         ("eval: {temperature: 0.6}", "eval.temperature", "0.6 has no effect: eval.samples is 0, so evaluations"),
         ("checkpoint: {keep_best: 2}", "checkpoint.keep_best", "for example to 20"),
         ("checkpoint: {keep_every: 30}", "checkpoint.keep_every", "for example 40"),
-        ("checkpoint: {keep_every: 30, every_steps: 0}", "checkpoint.keep_every", "there is only the last"),
+        ("checkpoint: {keep_every: 30, every_steps: 0}", "checkpoint.keep_every", "only the last one is saved"),
     ],
 )
 def test_each_rule_between_settings_is_reported(errors, text, key, said):
@@ -276,15 +276,15 @@ def test_a_part_by_which_groups_are_left_out_must_be_one_of_every_task(errors):
 def test_what_a_teacher_cannot_be_combined_with_says_why_and_the_way_out(errors):
     teacher = "teacher: {model: demo}\n"
     (alone,) = errors("algorithm: {recipe: distill}\n")
-    assert "recipe distill learns from a teacher alone, and there is none; set teacher.model" in alone
+    assert "recipe distill learns only from a teacher, and teacher is not set; set teacher.model" in alone
     (dropped,) = errors(teacher + "algorithm: {recipe: dapo}\n")
     assert dropped.startswith("algorithm.zero_variance: completions of equal reward still learn from a teacher")
     (averaged,) = errors(teacher + "algorithm: {recipe: gspo}\n")
-    assert "teacher: gspo has one ratio for a completion" in averaged
+    assert "teacher: loss gspo uses one ratio per completion" in averaged
     (cut,) = errors(teacher + "rollout: {top_p: 0.9}\n")
-    assert "do not estimate the distance to a teacher over all of it; set it to 1" in cut
+    assert "do not estimate the KL to a teacher over all of it; set it to 1" in cut
     (penalised,) = errors(teacher + "rollout: {repetition_penalty: 1.2}\n")
-    assert penalised.startswith("rollout.repetition_penalty: tokens drawn with a penalty do not estimate the distance")
+    assert penalised.startswith("rollout.repetition_penalty: tokens sampled with a penalty do not estimate the KL")
     (unread,) = errors("teacher: {model: demo, reverse: 0.5}\n")
     assert unread.startswith("teacher.reverse: 0.5, and tokens that the policy draws estimate KL(policy || teacher)")
     (fused,) = errors("teacher: {model: demo, loss: full}\ntrain: {head: fused}\n")
@@ -305,18 +305,18 @@ def test_what_a_privileged_prompt_cannot_be_combined_with_says_why_and_the_way_o
     told = 'prompt: privileged, template: "{question} {answer}"'
     (missing,) = of("prompt: privileged")
     assert missing.startswith(
-        "teacher.prompt: privileged needs the text of the teacher's message; set teacher.template"
+        "teacher.prompt: privileged needs a template for the teacher's message; set teacher.template"
     )
     (unread,) = of('template: "{question}"')
-    assert "and the teacher reads the policy's prompt, so nothing reads it; set teacher.prompt to privileged" in unread
+    assert "has no effect, because the teacher reads the policy's prompt; set teacher.prompt to privileged" in unread
     (unread,) = of("max_prompt_tokens: 9")
-    assert unread.startswith("teacher.max_prompt_tokens: 9, and the teacher reads")
+    assert unread.startswith("teacher.max_prompt_tokens: 9 has no effect, because the teacher reads")
     (nameless,) = of('prompt: privileged, template: "think"')
     assert nameless.startswith("teacher.template: 'think' has no name in braces")
     (formatted,) = of('prompt: privileged, template: "{answer:>9}"')
     assert "write {question}, {answer} or a column's name" in formatted
     (full,) = of(f"{told}, loss: full")
-    assert full.startswith("teacher.prompt: privileged puts completions in other rows")
+    assert full.startswith("teacher.prompt: privileged places completions in other rows")
     (segments,) = of(told, "rollout: {thinking: segment}\n")
     assert "a conversation has several; set rollout.thinking to keep" in segments
     base = "model: demo\ntasks: [{name: guess}]\n"

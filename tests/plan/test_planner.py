@@ -33,9 +33,9 @@ from podium.train.batches.batch import make_batch
 from podium.train.batches.samples import single_answer
 from podium.train.open import say_what_was_chosen
 from podium.train.scorers import LoadedRole, with_scores
-from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
+from podium.train.setup import make_run_optimizer, run_spec
 from podium.train.state import init_state
-from podium.train.step import shard_batch
+from podium.train.step import TrainSettings, shard_batch
 from podium.train.trainer import Trainer
 from tests.plan.estimated import decoder as decoder_of
 from tests.plan.estimated import tiny_config
@@ -66,7 +66,7 @@ class TrainerAndBatch:
         rules, spec = ShardingRules(mesh, TRAIN_AXES), run_spec(config, DECODER, mesh)
         optimizer = make_run_optimizer(spec.optimizer, DECODER)
         params, reference = (init_params(0, param_specs(DECODER), rules) for _ in range(2))
-        settings = make_train_settings(spec.update, DECODER, mesh)
+        settings = TrainSettings(DECODER, mesh, spec.update)
         self.trainer = Trainer(
             spec.recipe,
             settings,
@@ -332,6 +332,17 @@ def test_gradients_alone_go_over_the_network_where_machines_hold_copies():
     assert network_bytes(apart, "decode", 8 * 10**6) == 10**6
     one = Planned.of(tiny_config(), find_accelerator("h100-8"), DECODER).sizes
     assert network_bytes(one, "update", 10**6) == 0
+
+
+def test_two_slices_hold_what_one_does_and_sum_gradients_over_the_network():
+    """A chip of 2xv6e-4 has the weights of one of v6e-4; its part of the gradients is sent once over the network."""
+    one, two = (Planned.of(tiny_config(), find_accelerator(name), DECODER) for name in ("v6e-4", "2xv6e-4"))
+    assert (two.sizes.mesh["dp"], two.sizes.mesh["fsdp"]) == (2, 4)
+    assert two.sizes.own_count == one.sizes.own_count
+    assert network_bytes(two.sizes, "update", 10**6) == 2 * 4 * two.sizes.own_count // 2
+    assert network_bytes(two.sizes, "decode", 10**6) == network_bytes(one.sizes, "update", 10**6) == 0
+    plans = [make_plan(each, fast=True) for each in (one, two)]
+    assert plans[1].devices == 2 * plans[0].devices
 
 
 def test_a_search_for_a_cut_counts_where_sampling_is_cut():

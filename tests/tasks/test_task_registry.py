@@ -35,9 +35,9 @@ def test_a_module_beside_the_config_is_found(tmp_path, monkeypatch):
         (
             "qqq",
             {},
-            "'qqq' is not a task; there is arithmetic, calculator, chat, code, environment, frozen_lake,",
+            "'qqq' is not a task; expected one of arithmetic, calculator, chat, code, environment, frozen_lake,",
         ),
-        ("no_such_module:Task", {}, "no module 'no_such_module' here"),
+        ("no_such_module:Task", {}, "no module 'no_such_module' found"),
         ("sample_tasks:Ecko", {}, "module sample_tasks has no 'Ecko'; did you mean 'Echo'?"),
         ("sample_tasks:NeedsOption", {}, "options.size: must be set"),
         ("sample_tasks:Echo", {"kind": "c"}, "options.kind: Input should be 'a' or 'b', got 'c'"),

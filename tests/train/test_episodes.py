@@ -24,11 +24,12 @@ from podium.plan.request.workload import Replies, SequenceLengths, simulate_roll
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import RolloutStats
 from podium.rollout.transcript import Transcript
+from podium.run.run_spec import AnswerSettings
 from podium.sampling.conversations.dialogue import Dialogue
 from podium.sampling.exchange import Exchange
 from podium.sampling.feed import prompt_messages
 from podium.sampling.groups import Group
-from podium.sampling.sampler import AnswerSettings, FailingEnvironmentError, Sampler
+from podium.sampling.sampler import FailingEnvironmentError, Sampler
 from podium.tasks.conversation import ToolCall, Turn, as_reply
 from podium.tasks.conversations.conversing import Answered
 from podium.tasks.conversations.tool_calls import Calls
@@ -254,7 +255,7 @@ def test_an_environment_in_processes_survives_one_that_is_killed(talk):
     config = talk(environments={"workers": 2, "retries": 0})
     with opened(config) as rollouts:
         prompts = rollouts.feed.next(4)
-        settings = AnswerSettings(sampling=rollouts.spec.sampling, completions=4)
+        settings = AnswerSettings(sampling=rollouts.spec.training.sampling, completions=4)
         killed: list[int] = []
 
         def poll() -> None:
@@ -290,7 +291,7 @@ def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
 
     monkeypatch.setattr(WorkerProcess, "__init__", begun)
     with opened(config) as rollouts:
-        settings = AnswerSettings(sampling=rollouts.spec.sampling, completions=4)
+        settings = AnswerSettings(sampling=rollouts.spec.training.sampling, completions=4)
         for number in range(rounds):
             breaks, left = number % 2, [draw.randrange(2, 12)]
 

@@ -21,9 +21,9 @@ from podium.config.imports import imported
 from podium.observe.records import read_metrics, read_samples
 from podium.observe.run_dir import METRICS, SAMPLES
 from podium.rollout.transcript import Transcript
+from podium.run.run_spec import AnswerSettings
 from podium.sampling.feed import request_seed
 from podium.sampling.groups import Greedy, Group
-from podium.sampling.sampler import AnswerSettings
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import FAILED, Prompt
 from podium.train.batches.prepare import pack_step, step_advantages
@@ -38,7 +38,7 @@ def conversations(config, hostile: dict[str, str], monkeypatch) -> tuple[list[Gr
     monkeypatch.setenv(HOSTILE, json.dumps(hostile))
     with opened(config) as rollouts:
         prompts = rollouts.feed.next(GROUPS)
-        groups, _ = rollouts.answer(prompts, AnswerSettings(sampling=rollouts.spec.sampling, completions=SIZE))
+        groups, _ = rollouts.answer(prompts, AnswerSettings(sampling=rollouts.spec.training.sampling, completions=SIZE))
         return groups, (rollouts.held, prompts)
 
 
@@ -107,7 +107,7 @@ def test_programs_whose_processes_are_lost_begin_again_without_a_failure(talk, m
                 os.kill(killed[0], signal.SIGKILL)
 
         rollouts.exchange.poll = poll
-        settings = AnswerSettings(sampling=rollouts.spec.sampling, completions=4)
+        settings = AnswerSettings(sampling=rollouts.spec.training.sampling, completions=4)
         groups, _ = rollouts.answer(rollouts.feed.next(4), settings)
         assert len(rollouts.held.failures) <= 1  # if a single program was being answered, it may be to blame
         assert rollouts.held.moved >= 1
