@@ -140,6 +140,7 @@ def evaluation_overrides(
         *own,
         Override("tasks", tasks, f"--task {tasks[0]['name']}"),
         Override("grading.overlong_buffer_tokens", 0, "podium eval"),
+        *([Override("eval.temperature", 1.0, "--samples 0")] if options["eval.samples"] == 0 else []),
         *(
             Override(key, value, f"--{key.removeprefix('eval.')}")
             for key, value in options.items()

@@ -18,6 +18,8 @@ GPU_BLOCKS = (64, 32, 16)
 GPU_TILES = 4.5
 """Blocks of queries, keys or values that the GPU kernel's largest program keeps in shared memory, rounded up: compiled
 programs need 3.1 to 4.3."""
+GPU_SMALLEST = 16
+"""Rows and columns of Triton's smallest product."""
 TPU_BLOCKS = (512, 384, 256, 128)
 """Tokens per block of the TPU kernel. Large blocks pad rows; each block costs `TPU_BLOCK_COST` tokens extra."""
 TPU_BLOCK_COST = 64
@@ -69,6 +71,23 @@ def attention_backend(choice: Attention, kernels: str) -> Backend:
             " neither; set it to blocks, which runs everywhere, or to auto"
         )
     return KERNELS.get(kernels, "blocks") if choice in ("auto", "kernel") else choice
+
+
+def gpu_kernel_decodes(page_tokens: int, head_dim: int) -> bool:
+    """Whether a GPU's kernel takes pages and heads of these sizes: powers of two that Triton can multiply."""
+    return all(size >= GPU_SMALLEST and size & (size - 1) == 0 for size in (page_tokens, head_dim))
+
+
+def slower_decode(kernels: str, page_tokens: int, head_dim: int) -> str:
+    """A line that says why XLA reads the cache's pages on devices that run this kind of kernels, where a GPU's kernel
+    would be faster; empty if it does not.
+    """
+    if kernels != "gpu" or gpu_kernel_decodes(page_tokens, head_dim):
+        return ""
+    rule = "XLA reads the cache, slower than the GPU's kernel, which takes powers of two from 16"
+    if gpu_kernel_decodes(page_tokens, GPU_SMALLEST):
+        return f"decode: {rule}: the model's heads have {head_dim} elements"
+    return f"decode: {rule}: rollout.page_tokens is {page_tokens}; set it to 64"
 
 
 def cut(backend: Backend, length: int) -> tuple[int, int]:

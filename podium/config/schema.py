@@ -25,6 +25,8 @@ from podium.config.reference import ReferenceConfig
 from podium.config.reward_model import RewardModelConfig
 from podium.config.rollout_weights import RolloutWeights
 from podium.config.section import (
+    SMALLEST,
+    Divisor,
     Finite,
     Fraction,
     NotNegative,
@@ -225,15 +227,15 @@ class RolloutConfig(Section):
     and a sequence starts only when the cache has room for its longest length, so that nothing is evicted and
     recomputed. With `in_flight` above 1, replies are accepted after a fixed number of engine steps. Slower
     (docs/environments.md); a run without conversations is reproducible anyway."""
-    temperature: PositiveFloat = 1.0  # TRL: temperature
+    temperature: Divisor = 1.0  # TRL: temperature
     """Sampling temperature; the trainer's log-probabilities use it too. For greedy answers see `eval.greedy`."""
-    top_k: NotNegative = 0
+    top_k: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Sample from the k likeliest tokens; 0: all. Biases the gradient: other tokens are never tried."""
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # TRL: top_p
+    top_p: Annotated[float, Field(ge=SMALLEST, le=1.0)] = 1.0  # TRL: top_p
     """Sample from the likeliest tokens with this total probability; 1: all. Biases the gradient like top_k."""
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0  # TRL: min_p
     """Drop tokens less likely than this fraction of the likeliest; 0: none. Biases the gradient like top_k."""
-    repetition_penalty: PositiveFloat = 1.0
+    repetition_penalty: Divisor = 1.0
     """For tokens that the sequence already contains, prompt included, divide positive logits and multiply negative
     logits by this (arXiv:1909.05858); 1: no penalty. The update applies no penalty; a correction accounts for the
     difference (docs/algorithms.md)."""
@@ -462,9 +464,9 @@ class EvalConfig(Section):
     samples: NotNegative = 0
     """Sampled answers per question, for avg@k and pass@k, with `rollout`'s top_k, top_p, min_p and stop; 0: no sampled
     answers."""
-    temperature: PositiveFloat = 1.0  # verl: val_kwargs.temperature
+    temperature: Divisor = 1.0  # verl: val_kwargs.temperature
     """Temperature of the sampled answers."""
-    repetition_penalty: PositiveFloat = 1.0
+    repetition_penalty: Divisor = 1.0
     """Repetition penalty of greedy and sampled answers; `rollout.repetition_penalty` does not apply to them."""
 
     @property
@@ -784,6 +786,9 @@ def _evaluation(config: Config) -> Iterator[Contradiction]:
     if not config.eval.greedy and not config.eval.samples:
         rule = "0, and eval.greedy is false: no question would be answered"
         yield Contradiction(("eval.samples", "eval.greedy"), f"{rule}; set samples to 1 or more, or greedy to true")
+    if not config.eval.samples and config.eval.temperature != 1.0:
+        rule = f"{config.eval.temperature:g} has no effect: eval.samples is 0, so evaluations sample nothing"
+        yield Contradiction(("eval.temperature", "eval.samples"), f"{rule}; set samples to 1 or more, or leave it out")
 
 
 def _checkpoints(config: Config) -> Iterator[Contradiction]:

@@ -29,7 +29,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from podium.config.attention_blocks import KvLayout, cache_block_pages, kv_layout, window_blocks, window_scope
+from podium.config.attention_blocks import (
+    KvLayout,
+    cache_block_pages,
+    gpu_kernel_decodes,
+    kv_layout,
+    window_blocks,
+    window_scope,
+)
 from podium.config.recurrence import whole_tiles
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import cache_pages, ring_piece, touched_pages
@@ -333,7 +340,7 @@ def extend(
         at, T = At(layer, window, sinks), heads.q.shape[1]
         reach = _reach(window, T, cache.page_tokens, spans.tables.shape[1])
         scope = contextlib.nullcontext() if reach is None else jax.named_scope(window_scope(reach))
-        if T == 1 and rules.kernels == "gpu" and gpu_decode.fits(cache.page_tokens, heads.q.shape[-1]):
+        if T == 1 and rules.kernels == "gpu" and gpu_kernel_decodes(cache.page_tokens, heads.q.shape[-1]):
             return _by_kernel(cache, at, spans, heads, scope)
         cache = (_append if T == 1 else _write)(cache, layer, spans, heads.k, heads.v)
 

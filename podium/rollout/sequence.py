@@ -6,12 +6,12 @@ ended and the result waits for `poll`); removed. A preempted sequence waits agai
 
 import collections
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 
+from podium.config.section import LARGEST, SMALLEST
 from podium.models.blocks.choices import ChoiceFormat
 from podium.rollout.answer import TextDecoder, answer_text
 from podium.rollout.recorded_routes import Routes, unknown
@@ -386,12 +386,13 @@ def _length_problem(sampling: SamplingParams, longest: int) -> str | None:
 def _distribution_problem(sampling: SamplingParams) -> str | None:
     cuts = (("top_k", sampling.top_k, 0), ("top_p", sampling.top_p, 1.0), ("min_p", sampling.min_p, 0.0))
     used = ", ".join(f"{name} {value}" for name, value, unused in cuts if value != unused)
-    if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
-        return f"temperature is {sampling.temperature}; it must be 0 (greedy) or more"
-    if not (sampling.repetition_penalty > 0 and math.isfinite(sampling.repetition_penalty)):
-        return f"repetition_penalty is {sampling.repetition_penalty}; it must be above 0 (1: no penalty)"
-    if sampling.top_k < 0 or not 0 < sampling.top_p <= 1 or not 0 <= sampling.min_p < 1:
-        return f"{used}: top_k must be 0 (all) or more, top_p above 0 and at most 1, min_p 0 to below 1"
+    if sampling.temperature and not SMALLEST <= sampling.temperature <= LARGEST:
+        return f"temperature is {sampling.temperature}; it must be 0 (greedy), or {SMALLEST:g} to {LARGEST:g}"
+    if not SMALLEST <= sampling.repetition_penalty <= LARGEST:
+        rule = f"it must be {SMALLEST:g} to {LARGEST:g} (1: no penalty)"
+        return f"repetition_penalty is {sampling.repetition_penalty}; {rule}"
+    if not 0 <= sampling.top_k < 2**31 or not SMALLEST <= sampling.top_p <= 1 or not 0 <= sampling.min_p < 1:
+        return f"{used}: top_k must be 0 (all) to 2^31 - 1, top_p {SMALLEST:g} to 1, min_p 0 to below 1"
     if not sampling.temperature and used:
         return (
             f"temperature is 0, which takes the likeliest token and ignores {used}; leave that out, or set a "

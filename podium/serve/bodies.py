@@ -25,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from podium.config.section import SMALLEST
 from podium.models.text.chat_format import Message, ToolSchema
 from podium.plain import clean_texts, once, plain
 from podium.rollout.request import SamplingParams
@@ -36,8 +37,6 @@ SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]{0,63}")
 TEMPLATES_OWN = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of chat templates that a request sets by other fields."""
-SMALLEST = 1e-6
-"""Smallest temperature, penalty and top_p: dividing by a smaller one overflows float32."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """A surrogate, as escaped in JSON."""
 SHOWN = 60

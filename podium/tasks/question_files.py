@@ -152,8 +152,8 @@ def _prompt(prompt_id: str, location: str, row: dict[str, object], column: str, 
     for name, option in ((column, "question"), (answers and answers.column, "answer")):
         if name is not None and name not in row:
             raise ValueError(
-                f"{location}: no column {name!r} (the {option}); {suggestion(name, row)}. "
-                f"The task's options name the columns (`podium tasks`)"
+                f"{location}: no column {name!r} (the {option}); the task's options name the columns (`podium tasks`);"
+                f" {suggestion(name, row)}"
             )
     question, messages = question_of(f"{location}: the question (column {column!r})", row[column])
     answer, within = ("", "") if answers is None else _reference(location, row, answers)

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from podium.algorithms.recipes import Recipe
+from podium.config.attention_blocks import slower_decode
 from podium.config.lora import FULL_RATE, LORA_RATE
 from podium.config.schema import Config
 from podium.hosts.distributed import failing_fast, from_leader, joined
@@ -307,6 +308,8 @@ def say_what_was_chosen(spec: RunSpec, graders: Sequence[GradingModel], feed: Fe
     if spec.decoder.rollout_weights != "dtype":
         around.say(weights_line(spec))
     around.say(f"attention: {spec.update.attention}; head: {spec.update.head}")
+    if slower := slower_decode(spec.machine.kernels, spec.rollout.settings.page_tokens, spec.decoder.head_dim):
+        around.say(slower)
     around.say(f"rollout layout: {spec.rollout.layout.why or spec.rollout.layout.name}")
     for each in graders:
         around.say(f"{each.role.title}: {each.role.model}, weights {each.weights}")

@@ -101,8 +101,15 @@ def make_scorers(
         entropy: the program that computes entropies; None: made from the settings, if the recipe needs it.
 
     Raises:
-        ValueError: an import path is not a function that returns a `Scorer`.
+        ValueError: an import path is not a function that returns a `Scorer`, or two scorers' scores have one name.
     """
+    own = [each.name for each in models]
+    names = [*own, *(score_name(need) for need in recipe.scorers if need not in own)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(
+            f"two models or scorers of the run give scores with the name {twice[0]!r}, and only one would be read; give"
+            " one of them another name"
+        )
     others = {each.name: each for each in models}
     found = [others.pop(need, None) or _make(need, settings, score, entropy) for need in recipe.scorers]
     return (*found, *others.values())

@@ -3,6 +3,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from podium.settings import load_settings
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batches.batch import make_batch
 from podium.train.batches.samples import single_answer
+from podium.train.open import say_what_was_chosen
 from podium.train.scorers import LoadedRole, with_scores
 from podium.train.setup import make_run_optimizer, run_spec
 from podium.train.state import init_state
@@ -471,3 +473,25 @@ def test_a_plan_says_how_much_more_a_padded_cache_takes(head_dim, times):
     found = [note for note in notes if "KV cache takes" in note]
     assert len(found) == (times is not None)
     assert all(f"takes {times} times" in note for note in found)
+
+
+@pytest.mark.parametrize(
+    ("page_tokens", "head_dim", "said"),
+    [
+        (48, 64, "rollout.page_tokens is 48; set it to 64"),
+        (8, 64, "rollout.page_tokens is 8; set it to 64"),
+        (64, 80, "the model's heads have 80 elements"),
+        (32, 64, ""),
+    ],
+)
+def test_a_gpu_whose_kernel_cannot_decode_is_named_in_the_plan_and_as_the_run_begins(page_tokens, head_dim, said):
+    config = tiny_config(rollout={"page_tokens": page_tokens})
+    decoder = decoder_of(vocab=512, width=256, layers=2, heads=4, kv_heads=2, head_dim=head_dim, mlp_width=512)
+    for name, expected in (("h100-1", said), ("v6e-1", "")):
+        planned = Planned.of(config, find_accelerator(name), decoder)
+        lines: list[str] = []
+        feed = SimpleNamespace(tasks=SimpleNamespace(labels=[]), dialogues=[])
+        say_what_was_chosen(planned.sizes.spec, [], feed, SimpleNamespace(say=lines.append))  # pyright: ignore[reportArgumentType]
+        for texts in (make_plan(planned, fast=True).notes, lines):
+            found = [text for text in texts if text.startswith("decode: XLA reads the cache")]
+            assert [text.endswith(expected) for text in found] == ([True] if expected else [])

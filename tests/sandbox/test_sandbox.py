@@ -42,6 +42,13 @@ def test_a_program_prints_reads_and_fails(sandbox: Sandbox):
     assert sandbox.run("import os; os._exit(0)").why == "ended"
 
 
+def test_a_program_may_open_its_streams_by_name(sandbox: Sandbox):
+    copied = "import sys\nopen('/dev/stdout', 'w').write(open('/dev/stdin').read())"
+    assert sandbox.run(copied, "1\n2\n").output == "1\n2\n"
+    assert sandbox.run("print(open('/dev/fd/0').read(), file=open('/dev/stderr', 'w'))", "3").output == "3\n"
+    assert sandbox.run("import subprocess\nsubprocess.run('cat /dev/stdin', shell=True)", "4").output == "4"
+
+
 def test_a_run_without_output_ends_too(sandbox: Sandbox):
     with Sandbox(Limits(wall_s=0.5)) as quick:
         assert quick.run("import os, time; os.close(1); os.close(2); time.sleep(600)").why == "time"

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 import time
+from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Literal
@@ -73,11 +74,17 @@ def test_a_schema_is_the_signature_and_the_docstring():
     }
 
 
+def yielding() -> Iterator[int]:
+    """Yield a number."""
+    yield 1
+
+
 @pytest.mark.parametrize(
     ("tool", "message"),
     [
         (lambda: 1, "has no docstring"),
         (plain, "tool plain has no docstring"),
+        (yielding, "tool yielding: it yields, and a model reads what a tool returns"),
         (type("Taken", (), {"__call__": lambda self, *words: 1, "__doc__": "It."})(), "cannot be passed by name"),
     ],
 )

@@ -58,6 +58,8 @@ def tool_schema(tool: Tool) -> ToolSchema:
         raise ValueError(
             f"tool {name} has no docstring; write one, because the model reads it to learn what the tool does"
         )
+    if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
+        raise ValueError(f"tool {name}: it yields, and a model reads what a tool returns; return the whole reply")
     described = _descriptions(text)
     properties: dict[str, object] = {}
     required: list[str] = []
