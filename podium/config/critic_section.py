@@ -8,7 +8,8 @@ class CriticConfig(Section):
 
     model: str | None = None
     """The model that the critic starts from, named like `model`: a language model, which gets a new head, or a model
-    whose head gives one score. Its tokenizer must equal the policy's, token by token. Unset: the policy's `model`."""
+    with a head of one label. Its tokenizer must equal the policy's, token by token. Unset: the policy's `model`.
+    """
     learning_rate: PositiveFloat = 1e-5
     """The critic's peak learning rate; all other settings are those of `train.optimizer`."""
     warmup_steps: NotNegative = 0

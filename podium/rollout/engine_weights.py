@@ -69,7 +69,7 @@ def frozen_in_rollout(decoder: DecoderConfig, name: str) -> bool:
 
 
 def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, frozen: bool = False) -> SyncProgram:
-    """The jitted `training params -> rollout params`: casts weights and lays them out for decoding, in new buffers.
+    """The jitted `training params -> rollout params`, cast and laid out for decoding, in new buffers.
 
     Since they are copies, the trainer can donate its parameters to the next update. If weights are gathered, layers are
     moved one at a time; moving all at once, a TPU would gather all of them before storing any, in twice the memory. The
