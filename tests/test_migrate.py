@@ -179,7 +179,7 @@ def test_every_spelling_is_known(translate, key):
         ("algo: {name: grpo, estimator: {name: reinforce}}", "reinforce_pp", "algo.estimator.name: reinforce ->"),
         ("algo: pg", "reinforce_pp", "whitened"),
         ("algo: reinforce_plus_plus", "reinforce_pp_baseline", "group baseline"),
-        ("algo: dapo", "grpo", "set dapo for the paper's"),
+        ("algo: dapo", "grpo", "set recipe dapo for the paper's"),
         ("algo: ppo", "grpo", "no value model"),
         ("n: 1", "reinforce_pp", "every advantage 0"),
     ],

@@ -46,7 +46,8 @@ class Episode:
     """The sampler's log-probability of each token, before penalty, top-k, top-p and min-p; 0 for tokens it did not
     draw."""
     drawn_logprobs: tuple[float, ...]
-    """The log-probability with which each token was drawn, after penalties and truncation; 0 for the others."""
+    """The log-probability with which each token was drawn, after penalties and truncation; 0 for tokens that were not
+    drawn."""
     turns: tuple[int, ...]
     """The turn of each of `tokens`: how often the model had answered before."""
     truncated: bool

@@ -245,7 +245,10 @@ def _schedule(old: _Translation) -> None:
 
 _RECIPES = {
     "grpo": ("grpo", "its advantages and its clip, set below"),
-    "dapo": ("grpo", "its dapo was GRPO with a batch term; set dapo for the paper's algorithm, including refills"),
+    "dapo": (
+        "grpo",
+        ("its dapo was GRPO with a batch term; set recipe dapo for the paper's algorithm, including refills"),
+    ),
     "rloo": ("reinforce_pp_baseline", "whitened over the batch (rloo_whiten), which is this; set rloo for the paper's"),
     "reinforce": ("reinforce_pp", "rewards whitened over the batch and PPO's clip, which is this"),
     "reinforce++": ("reinforce_pp_baseline", "a group baseline, whitened over the batch, which is this"),

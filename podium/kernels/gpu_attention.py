@@ -100,7 +100,9 @@ gpu_attention.defvjp(_forward, _backward)
 
 
 def _listed(meets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For each block, all blocks with visible ones first, [B, n, n] int32, and the number of visible ones, [B, n]."""
+    """For each block of queries, the indices of all key blocks, visible ones first, [B, n, n] int32, and the number of
+    visible ones, [B, n].
+    """
     return jnp.argsort(~meets, axis=-1, stable=True).astype(jnp.int32), jnp.sum(meets, axis=-1, dtype=jnp.int32)
 
 

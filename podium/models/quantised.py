@@ -56,7 +56,7 @@ def int8(value: jax.Array, spec: ParamSpec) -> tuple[jax.Array, jax.Array]:
 def step_of(largest: jax.Array) -> jax.Array:
     """The scale by which the largest absolute value of some numbers is code 127; 1 where all are 0.
 
-    Numbers with NaN or infinity get such a scale, so that products with them are NaN.
+    If the numbers contain NaN or infinity, so does the scale, so that products are NaN.
     """
     return jnp.where(largest == 0, 1.0, largest / INT8_MOST)
 

@@ -223,7 +223,9 @@ class Context(Protocol):
         ...
 
     def norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
-        """RMS norm over the last dimension, with the decoder's epsilon, and its offset of the stored scale."""
+        """RMS norm over the last dimension, with the decoder's epsilon and the decoder's offset added to the stored
+        scale.
+        """
         ...
 
     def plain_norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
