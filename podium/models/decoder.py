@@ -46,9 +46,9 @@ class PassSettings:
 
     config: DecoderConfig
     rules: ShardingRules
-    """Where weights and activations are during computation (not where they are stored)."""
+    """The sharding of weights and activations during computation; weights may be stored in another one."""
     dtype: jnp.dtype
-    """Of the products' operands (`podium.models.linear`); norms and softmax are computed in float32."""
+    """Number format of the products' operands (`podium.models.linear`); norms and softmax are computed in float32."""
     remat: Remat = "none"
     """What the backward pass recomputes: "none"; each layer from its input ("layer"; "offload" keeps the input in host
     memory); or all of a layer except the results of its products with weights ("products")."""

@@ -193,10 +193,10 @@ def choose_layout(
     hosts: int,
     optimizer: str = "adamw",
 ) -> Layout:
-    """Choose the rollout's layout. Each host decodes its share of the sequences independently.
+    """Choose the rollout's layout.
 
-    Unless groups are larger than a host: as set by `rollout.group_chips`, or chosen by `auto` if no single host has
-    enough memory.
+    Each host decodes its share of the sequences independently, unless groups are larger than a host:
+    `rollout.group_chips` can set such a size, and `auto` chooses one if no single host has enough memory.
 
     Args:
         rollout: the engine's settings.
@@ -225,7 +225,7 @@ def choose_layout(
             " set rollout.group_chips, or the layout to auto"
         )
     if accelerator is None or machine is None:
-        return Layout(name="replicated", group=1, why="replicated: nothing is known of the speed of these devices")
+        return Layout(name="replicated", group=1, why="replicated: the speed of these devices is unknown")
     best, fits = _fastest(rollout, decoder, machine, sizes, stored=stored, hosts=hosts, host_chips=chips)
     if not fits and hosts > 1:
         apart = accelerator.slices == hosts  # each host is a slice, so that groups of several exchange by the network

@@ -20,7 +20,7 @@ PRESETS: Mapping[str, DecoderConfig] = {
     for family in FAMILIES.values()
     for model, keys in family.presets.items()
 }
-"""The models that the families know, by hub id: each as in its config.json there."""
+"""Architectures of models that the families contain, by hub id; each equals the hub's config.json."""
 
 
 def find_architecture(model: str, head: Head = "logits") -> DecoderConfig:

@@ -66,7 +66,7 @@ def nf4(value: jax.Array, spec: ParamSpec) -> tuple[jax.Array, jax.Array]:
 
     Args:
         value: float32; d, the last input dimension, is a multiple of 64.
-        spec: of the matrices in their own shape.
+        spec: the matrices' spec before quantisation.
 
     Returns:
         Codes, uint8 [L, in..., d / 2, out...]: in each block of 32 rows, row i holds the code of the block's row i in
