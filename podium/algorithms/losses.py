@@ -443,7 +443,8 @@ def off_policy_mask(tokens: Tokens, *, threshold: float) -> jax.Array:
     """Which tokens are trained on, [B, T] bool: all except those of stale sequences with negative advantage.
 
     Where A < 0, sequences are left out if their mean of old - current log-probability exceeds `threshold`: the
-    off-policy sequence masking of DeepSeek-V3.2 (arXiv:2512.02556), with the sampler's as `old_logprobs`.
+    off-policy sequence masking of DeepSeek-V3.2 (arXiv:2512.02556), with the sampler's log-probabilities as
+    `old_logprobs`.
     """
     drift = tokens.means(tokens.old_logprobs - stop_gradient(tokens.logprobs))
     return (tokens.advantages >= 0) | (drift <= threshold)

@@ -60,7 +60,7 @@ class Episode:
     baseline: float = np.nan
     """The reward of its prompt's greedy completion; NaN without one, or if it failed."""
     privileged: tuple[int, ...] = ()
-    """The prompt that a model with prompts of its own reads instead."""
+    """The prompt of a model that reads its own prompts, in place of the sampler's."""
 
     @property
     def weighted(self) -> dict[str, tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""Makes the small run that stands for the user's: its settings, its models, and what the watched training changes.
+"""Makes the small run that represents the user's: its settings, its models, and what the watched training changes.
 
 Every model of the user's run is known here by its section of the config; all other checks know it by its role.
 """

@@ -254,7 +254,7 @@ def with_lora(decoder: DecoderConfig, config: LoraConfig | None) -> DecoderConfi
         if not own & set(TARGETS[target]):
             experts = "; its experts have adapters if targets name experts" if decoder.routed else ""
             raise ModelError(
-                f"lora.targets: this {decoder.model_type} has no matrix {target} that an adapter can be put beside"
+                f"lora.targets: this {decoder.model_type} has no matrix {target} to which an adapter can be added"
                 f"{experts}; name {', '.join(name for name in ADAPTABLE if name in own)}, or attention"
             )
     targets = tuple(name for name in lora.targets if name in own)

@@ -74,7 +74,7 @@ class Limits:
     processes: int = 16
     """Number of processes and threads."""
     output_bytes: int = 1 << 20
-    """Output for one request, including the answer."""
+    """Maximum bytes of output per request, including the answer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ class Work(NamedTuple):
     active: int
     """Number of matrix elements that each token is multiplied with."""
     total: int
-    """Number of elements of all its matrices."""
+    """Number of elements of all matrices of the layer."""
     outputs: int
     """Elements per token of the outputs of all products whose input is the layer's input [..., D]."""
     pair: int = 0

@@ -29,9 +29,9 @@ class Carry:
         """`talks` must not have begun."""
         self._talks, self._client, self._turns, self._made = talks, talks.client, talks.turns, talks.made
         self._open, self._kept = dict[Place, int](), dict[Place, object]()
-        """`EnvironmentClient.aside` and `kept` of the last carrying call."""
+        """Values of `EnvironmentClient.aside` and `kept` from the last call that carried conversations."""
 
-    # Go on.
+    # Continue.
 
     def begin(self, begun: Sequence[Sequence[Episode]] | None, on_poll: OnPoll) -> None:
         """Begin or continue all conversations; arguments as in `Episodes.hold`."""

@@ -124,7 +124,9 @@ def opens_thought(text: str) -> bool:
 
 
 def _beyond_thoughts(text: str, *, thinking: bool) -> tuple[int, int]:
-    """Where the answer begins after the last closed thinking, and where unclosed thinking begins."""
+    """The positions at which the answer begins, after the last closed block of thinking, and at which an unclosed block
+    begins.
+    """
     begin, closed = 0, False
     for _, closing in THOUGHTS:
         place = text.rfind(closing)
