@@ -52,9 +52,9 @@ class Tokens(NamedTuple):
     """The inputs of a policy term for the tokens of packed rows, each [B, T]."""
 
     logprobs: jax.Array
-    """Of the trained policy, with gradient."""
+    """Log-probabilities under the trained policy, with gradient."""
     old_logprobs: jax.Array
-    """Of the policy in the ratio's denominator."""
+    """Log-probabilities under the policy in the ratio's denominator."""
     advantages: jax.Array
     segments: jax.Array
     """int32: the number of a token's sequence within its row."""
@@ -64,7 +64,8 @@ class Tokens(NamedTuple):
     prompts: jax.Array | None = None
     """int32: the segment of a token's prompt, which both completions of a pair share."""
     divergence: jax.Array | None = None
-    """In nats, to the whole distribution of the model that teaches the policy; None without one."""
+    """Divergence from the whole distribution of the model that teaches the policy, in nats; None without such a
+    model."""
 
     @property
     def log_ratio(self) -> jax.Array:

@@ -75,12 +75,12 @@ class NaiveModel(NamedTuple):
     """A small model in a role of the run."""
 
     role: Role
-    """Its role, with the small model's decoder."""
+    """Role of the model, with the small model's decoder."""
     weights: Arrays
 
     @property
     def decoder(self) -> DecoderConfig:
-        """Its architecture."""
+        """Architecture of the model."""
         return self.role.decoder
 
     def params(self, mesh: jax.sharding.Mesh) -> Params:

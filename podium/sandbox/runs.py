@@ -89,8 +89,8 @@ class Result:
     error: str
     """The exception that ended the program; empty if none did."""
     exit_status: int = 0
-    """As a shell has it: what it exited with, from 0 to 255; 128 and the number of the signal that ended it; 1 if it
-    raised an exception; 0 if a limit ended it."""
+    """Exit status as in a shell: the program's own, from 0 to 255; 128 and the number of the signal that ended it; 1 if
+    it raised an exception; 0 if a limit ended it."""
 
 
 class Sandbox:

@@ -57,7 +57,7 @@ class _Begun(NamedTuple):
 
     number: int
     limit_s: float = math.inf
-    """Its time limit."""
+    """Time limit of the call in seconds."""
 
 
 class Progress(NamedTuple):

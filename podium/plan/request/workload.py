@@ -334,7 +334,7 @@ class _Live:
     """Tokens before the current turn."""
     turn: int = 0
     key: Key | None = None
-    """Its key in the engine; None if the engine does not have it."""
+    """Key of the completion in the engine; None if the engine does not have it."""
     drawn: Completion | None = None
     """The tokens that an earlier step has drawn of the current turn."""
     replying: bool = False

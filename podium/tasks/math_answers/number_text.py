@@ -123,7 +123,7 @@ class Number(NamedTuple):
     places: int
     """Decimal places as written; 0 for integers, fractions and powers of ten."""
     unit: Unit | None = None
-    """Its unit, if known."""
+    """Unit of the number, if known."""
     name: str = ""
     """The variable whose value it is: `x` in `x = 5`."""
 
