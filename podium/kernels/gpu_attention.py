@@ -133,8 +133,8 @@ class _Call:
     ) -> Callable[..., Sequence[jax.Array]]:
         """Wrap a kernel over a grid of blocks, rows and heads.
 
-        The kernel's first arguments are the listed blocks, their count and the ids; `inputs` names the blocks of the
-        remaining ones. `products` is the number of products of the size queries x keys that it computes.
+        The kernel's first arguments are the list of blocks, its length and the ids; `inputs` names the other arguments'
+        blocks. `products` is the number of products of size queries x keys that the kernel computes.
         """
         blocks = _blocks(self)
         pairs = self.t * self.t * self.n * (self.n + 1) // 2
