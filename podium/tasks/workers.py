@@ -242,7 +242,7 @@ class Worker:
         self.stop()
         self._reader.join(READ_S)
         if self._reader.is_alive():
-            self._why = f"{why}, or an object that it sent cannot be unpickled here, because its class blocks"
+            self._why = f"{why}, or unpickling an object that it sent does not end"
             self._end()
 
     def stop(self) -> None:

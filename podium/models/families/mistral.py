@@ -61,7 +61,7 @@ def read_mistral(settings: ModelSettings) -> DecoderConfig:
 
 
 def read_ministral(settings: ModelSettings) -> DecoderConfig:
-    """Make the decoder: `layer_types` may leave layers without the window."""
+    """Make the decoder, in which layers have no window if `layer_types` says so."""
     return _windowed(settings, may_be=(FULL, SLIDING))
 
 
