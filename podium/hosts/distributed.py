@@ -159,8 +159,8 @@ def host_mesh(mesh: Mesh) -> Mesh:
     devices = mesh.devices[box]
     if devices.size != len(indices):
         raise ValueError(
-            f"mesh {dict(mesh.shape)}: the devices of a host do not form a box in it, so it cannot roll out by"
-            " itself; set mesh to auto, or to sizes of which tp, or tp and a part of fsdp, fill a host"
+            f"mesh {dict(mesh.shape)}: the devices of a host do not form a box in it, so it cannot roll out"
+            " alone; set mesh to auto, or to sizes of which tp, or tp and a part of fsdp, fill a host"
         )
     return Mesh(devices, mesh.axis_names)
 

@@ -305,7 +305,9 @@ def _name(group: int, host_chips: int) -> str:
 
 def _checked(layout: Layout, decoder: DecoderConfig, chips: int, of: int = 1) -> Layout:
     """Return the layout; check that its groups are multiples of `of` devices and divide `chips` and the model."""
-    if problem := _problem(layout.group, decoder, chips) or ("hosts are not whole in it" if layout.group % of else ""):
+    if problem := _problem(layout.group, decoder, chips) or (
+        "a group would contain parts of hosts" if layout.group % of else ""
+    ):
         sizes = (size for size in range(1, chips + 1) if size % of == 0 or of % size == 0)
         works = ", ".join(str(size) for size in sizes if not _problem(size, decoder, chips))
         raise ValueError(

@@ -169,9 +169,7 @@ class Parent:
         self._send_pickled(pickle.dumps(message))
 
     def _send_pickled(self, data: bytes) -> None:
-        if (
-            os.getpid() != self._pid
-        ):  # a user's code has forked, and its child has gone on behind it: one answer is given
+        if os.getpid() != self._pid:  # a user's code has forked, and its child continues here: only the parent answers
             os._exit(0)
         with self._sending, contextlib.suppress(EOFError):  # the trainer has ended, which `_asked` notices
             self._channel.send(data)

@@ -27,7 +27,7 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
         "_experts_implementation", "_experts_implementation_internal", "_flash_attn_2_enabled", "attn_implementation",
         "experts_implementation", "pretraining_tp", "torchscript",
     ),
-    "what transformers returns beside logits": (
+    "what transformers returns in addition to logits": (
         "keys_to_ignore_at_inference", "output_attentions", "output_hidden_states", "output_router_logits",
         "return_dict", "tie_last_hidden_states", "use_return_dict",
     ),

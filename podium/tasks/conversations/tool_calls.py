@@ -233,7 +233,7 @@ def _of_texts(name: str, pattern: re.Pattern[str], text: str, types: Types) -> T
 
 def _behind_spaces(text: str, place: int) -> int:
     found = SPACES.match(text, place)
-    assert found is not None, "it matches nothing as well"
+    assert found is not None, "the pattern also matches an empty text"
     return found.end()
 
 
