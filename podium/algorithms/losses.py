@@ -257,7 +257,7 @@ def pair_margins(tokens: Tokens, *, by_token: bool) -> tuple[jax.Array, jax.Arra
     They are summed over the completion's tokens or, `by_token`, averaged. Advantages are 1 in chosen completions and -1
     in rejected ones.
     """
-    assert tokens.prompts is not None, "a pair is known by its prompt"
+    assert tokens.prompts is not None, "the completions of a pair are found by their prompt"
     ratio = tokens.logprobs - stop_gradient(tokens.scores[REFERENCE_LOGPROBS])
     if by_token:
         ratio = ratio * tokens.share

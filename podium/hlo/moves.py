@@ -75,7 +75,7 @@ def _described(
     array, shape = max(made, key=lambda array: array[1].padded_size) if verb in VERBS else by_size[0]
     buffers = [name_of(each) for each, _ in (by_size if verb in VERBS else by_size[:1])]
     given = next((buffer for buffer in buffers if buffer and buffer.is_argument), name_of(array))
-    assert given is not None, "it is in main memory"
+    assert given is not None, "the array is in main memory"
     return f"{verb} {given.name} {shape}"
 
 

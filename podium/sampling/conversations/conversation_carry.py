@@ -115,7 +115,7 @@ class Carry:
             if live.episode.state == "drawing":
                 segments = live.episode.transcript.segments
                 tokens, whole = live.tokens, tuple(segments[-1].tokens.tolist())
-                assert tokens is not None, "its environment has begun"
+                assert tokens is not None, "the conversation's environment has begun"
                 prompt = tokens if len(segments) == 1 else whole[:1]
                 turn, sampling = len(live.episode.turn_rewards), self._turns.sampling_of(live, len(whole))
                 alike.setdefault((live.index, prompt, turn, sampling), []).append(live)
