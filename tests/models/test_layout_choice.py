@@ -153,7 +153,9 @@ def test_groups_that_do_not_divide_are_refused_by_name():
 
 def test_a_group_size_without_hybrid_is_a_contradiction():
     settings = ["model=demo", "tasks=[{name: arithmetic}]", "rollout.layout=tensor", "rollout.group_chips=4"]
-    with pytest.raises(ConfigError, match=r"4 has no effect with rollout\.layout tensor; set that to hybrid"):
+    with pytest.raises(
+        ConfigError, match=r"4 has no effect with rollout\.layout tensor; set rollout\.layout to hybrid"
+    ):
         load_settings([], settings, {})
 
 
