@@ -81,7 +81,7 @@ class Led:
 
     def grade(self) -> float:
         """Wait for the program's end, and return its reward; 0 if it failed because a limit ended the conversation."""
-        assert self._playing is not None, "it has begun"
+        assert self._playing is not None, "the conversation has begun"
         if self._ended:
             return self._playing.reward()
         error = "context_length_exceeded: a limit of the run has ended this conversation; it gets no more answers"
