@@ -22,7 +22,7 @@ from podium.algorithms.controllers import KL_COEF
 from podium.certify.ledgers import Ledger, Ledgers
 from podium.certify.naive_optimizer import gradient_norm
 from podium.certify.naive_rules import rules_of
-from podium.certify.subject import Subject, one_device, small_models
+from podium.certify.subject import PROMPTS, Subject, one_device, small_models
 from podium.certify.tiny import Arrays
 from podium.certify.updates import PLAIN, naive_update
 from podium.config.critic_section import CriticConfig
@@ -48,7 +48,7 @@ from podium.train.checkpoints.saving import SaveTimer, Saving
 from podium.train.evaluate import evaluate
 from podium.train.first_state import Origin, make_optimizers
 from podium.train.loop import run_steps
-from podium.train.open import RunParts, make_source, open_trainer
+from podium.train.open import RunParts, go_on_sampling, make_source, open_trainer
 from podium.train.setup import run_spec
 from podium.train.state import TrainState
 from podium.train.step import Metrics, TrainStep
@@ -152,7 +152,8 @@ def training_config(subject: Subject) -> Config:
     config, rules = subject.config, subject.rules
     once = rules.loss == "reinforce"
     naive = naive_update(subject, subject.sequences, subject.weights)
-    algorithm = {"minibatches": 1 if once else 2, "updates_per_batch": 1 if once else 2}
+    algorithm = {"minibatches": 1 if once else max(2, config.algorithm.minibatches)}
+    algorithm |= {"updates_per_batch": 1 if once else 2}
     algorithm |= _targets(subject, naive.entropy)
     given = config.train.optimizer
     norm = gradient_norm(naive.gradient)
@@ -198,7 +199,10 @@ def _targets(subject: Subject, entropy: float) -> dict[str, float]:
 
 
 def with_other_options(subject: Subject) -> Subject:
-    """The same subject with GRPO and several options that most configs leave unset; each of them affects an update."""
+    """The same subject with GRPO and several options that most configs leave unset; each of them affects an update.
+
+    Each prompt is a minibatch, so that a step without one of them has fewer optimizer steps.
+    """
     algorithm = AlgorithmConfig(
         recipe="grpo",
         mean="token",
@@ -210,7 +214,9 @@ def with_other_options(subject: Subject) -> Subject:
         entropy_bonus=0.05,
         top_entropy=0.6,
         zero_variance="drop",
+        zero_variance_metric="correct",
         mask_truncated=True,
+        minibatches=PROMPTS,
         updates_per_batch=2,
     )
     config = subject.config.model_copy(
@@ -240,8 +246,8 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
     spec = dataclasses.replace(spec, scoring_models=tuple(small))
     optimizers = {name: keeping_gradient(optimizer) for name, optimizer in make_optimizers(spec).items()}
     origin, rollouts = Origin(spec, _SubjectWeights(subject, mesh), optimizers), subject.rollouts
-    rollouts.position = Position(cursor=0)
-    rollouts.load(origin.weights.trained(), origin.weights.frozen, version=0)
+    state, frozen = origin.first(), origin.weights.frozen
+    go_on_sampling(rollouts, {"cursor": 0, "versions": {}}, state.params, frozen, done=0)
     ledgers = Ledgers()
     with tempfile.TemporaryDirectory(prefix="podium-certify-") as folder, contextlib.ExitStack() as stack:
         stack.enter_context(ledgers.recording(rollouts.engine))
@@ -252,10 +258,9 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
         checkpointer = Checkpointer(Path(folder) / "checkpoints", saving, origin.weights.base)
         stack.callback(checkpointer.close)
         run = _make_run(spec, rollouts, trainer, checkpointer, stack)
-        run_steps(run, origin.first(), 0)
+        run_steps(run, state, 0)
         state, saved = checkpointer.restore(spec.steps - 1, origin.abstract())
-        rollouts.position = Position.read(saved, rollouts.feed)
-        rollouts.load(state.params, version=spec.steps - 1)
+        go_on_sampling(rollouts, saved, state.params, frozen, done=spec.steps - 1)
         run_steps(run, state, spec.steps - 1)
         *steps, resumed = recorded
         weights = {**steps[-1].weights, **(resumed.updates[-1].after if resumed.updates else {})}
@@ -263,7 +268,7 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
         evaluation = None
         if evaluated:
             if not run.source.draws:
-                rollouts.load(subject.trained(mesh, weights), origin.weights.frozen, version=spec.steps)
+                rollouts.load(subject.trained(mesh, weights), frozen, version=spec.steps)
             evaluation = _evaluated(rollouts)
     return Training(
         config=config,
