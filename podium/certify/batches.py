@@ -205,6 +205,7 @@ def variants() -> Iterator[Variant]:
         share = {"cov_share": 0.1, **({"cov_low": 0.01} if loss == "clip_cov" else {})}
         yield _variant("grpo", {**halves, "loss": loss, "loss_options": share})
     yield _variant("ppo", {"std": "none", "mask_truncated": True}, {"gamma": 0.9, "lam": 0.8})
+    yield _variant("ppo", {"kl": "k1_reward", "kl_coef": 0.05})
     taught_by: list[tuple[str, Literal["sampled", "full"]]]
     taught_by = [("distill", "sampled"), ("grpo", "sampled"), ("distill", "full")]
     for name, loss in taught_by:

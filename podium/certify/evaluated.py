@@ -85,7 +85,7 @@ def _wrong_draws(subject: Subject, training: Training, found: Evaluated) -> int:
 
 
 def _wrong_scores(found: Evaluated) -> int:
-    """How many scores are not those of the answers' rewards; one that is too long to be asked counts as wrong."""
+    """How many scores are not those of the answers' rewards, where a question too long to be asked counts as wrong."""
     right = [
         np.array([[min(1.0, max(0.0, reward.parts["correct"])) for reward in group.rewards] for group in groups])
         for groups in (found.greedy, found.sampled)

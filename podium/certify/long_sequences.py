@@ -1,7 +1,7 @@
 """Checks of long sequences: in the engine over many pages, in the trainer over many blocks, both past 256 positions."""
 
 import dataclasses
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from podium.certify.check_result import Check, largest
 from podium.certify.formulas import CLAIMS
 from podium.certify.subject import LONG, Subject, with_long_sequences
 from podium.certify.updates import Form, Updates, gradient_difference, loss_difference
+from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Completion, Key
 
 ROW_TOKENS = LONG.longest_prompt + 2 * LONG.completion
@@ -61,15 +62,13 @@ def _later_turns_error(subject: Subject) -> float:
 
     Between the turns the engine parks them, as while an environment replies.
     """
-    engine = subject.rollouts.engine
-    (settings,) = {dataclasses.replace(each.sampling, max_new_tokens=TURN_TOKENS) for each in subject.requests}
-    asked = {
-        engine.submit(dataclasses.replace(each, sampling=settings, keep=True)): each.prompt for each in subject.requests
-    }
-    first = _turns(subject, asked)
+    engine, requests = subject.rollouts.engine, subject.requests
+    settings = dataclasses.replace(requests[0].sampling, max_new_tokens=TURN_TOKENS)
+    asked = {engine.submit(dataclasses.replace(each, sampling=settings, keep=True)): each.prompt for each in requests}
+    first = _turns(engine)
     for key in first:
         engine.extend(key, REPLY, settings, seed=key.request)
-    second = _turns(subject, asked)
+    second = _turns(engine)
     tokens = np.zeros((len(second), subject.room.prompt + subject.room.continuation), np.int32)
     starts = np.array([len(asked[key.request]) for key in second], np.int32)
     for row, (key, last) in enumerate(second.items()):
@@ -83,9 +82,8 @@ def _later_turns_error(subject: Subject) -> float:
     return largest(errors) / float(np.abs(naive).max())
 
 
-def _turns(subject: Subject, requests: Container[int]) -> dict[Key, Completion]:
-    """The turns of these requests' completions that end until the engine has no more to do."""
-    engine = subject.rollouts.engine
+def _turns(engine: RolloutEngine) -> dict[Key, Completion]:
+    """The turns that end until the engine has no more to do."""
     while engine.busy:
         engine.step()
-    return {key: completion for key, completion in engine.poll() if key.request in requests}
+    return dict(engine.poll())

@@ -57,6 +57,7 @@ ROW_TOKENS = 28
 """Tokens per row of a batch; most rows hold several sequences."""
 LONGEST_CONVERSATION = LONGEST_QUESTION + 2 * MAX_NEW_TOKENS + LONGEST_REPLY
 """Tokens of the longest conversation in the run that is watched: some are cut before their last turn."""
+MOST_DRAWN = 24  # tokens that the model draws in a conversation, which cuts some of them
 NOISE = 0.3  # nat between a recorded log-probability and the sampler's, so that ratios lie on both sides of a clip
 OTHER_SEED = 7  # replaces a seed of 0
 OTHER_THAN_1 = 0.9  # replaces a temperature of 1, at which a missing division would not show
@@ -556,13 +557,16 @@ def _small_step(config: Config) -> Config:
             " certify the run with 0"
         )
     algorithm: dict[str, object] = {}
-    if config.algorithm.zero_variance_metric is not None:  # the subject's task has its own rewards
-        algorithm["zero_variance_metric"] = "correct"
+    if config.algorithm.zero_variance_metric is not None or twice.zero_variance == "refill":
+        algorithm["zero_variance_metric"] = "correct"  # a question of the subject's task is never right
     algorithm |= {"minibatches": 1, "updates_per_batch": 1 if twice.loss == "reinforce" else 2}
     given = config.rollout
     talks = not twice.demonstrations and any(conversing(task) is not None for task in config.tasks)
     lengths = {"max_prompt_tokens": LONGEST_PROMPT, "max_new_tokens": MAX_NEW_TOKENS, "stop": list(STOPS)}
-    lengths |= {"max_episode_tokens": LONGEST_CONVERSATION if talks else None, "limits": LimitsConfig(max_turns=TURNS)}
+    lengths |= {
+        "max_episode_tokens": LONGEST_CONVERSATION if talks else None,
+        "limits": LimitsConfig(max_turns=TURNS, max_drawn_tokens=MOST_DRAWN),
+    }
     longest = LONGEST_CONVERSATION if talks else LONGEST_PROMPT + MAX_NEW_TOKENS
     slots = {"slots": PROMPTS * group, "prefill_rows": PROMPTS, "layout": "replicated", "refill_steps": 2}
     slots |= {"page_tokens": PAGE_TOKENS, "cache_tokens": round(CACHE_SHARE * PROMPTS * group * longest)}

@@ -95,8 +95,9 @@ def with_long_window(decoder: DecoderConfig) -> DecoderConfig:
     """The decoder with windows of LONG_WINDOW positions, where it has windows."""
 
     def own(mixer: Kind) -> Kind:
-        windowed = isinstance(mixer, Attention) and mixer.window
-        return dataclasses.replace(mixer, window=LONG_WINDOW) if windowed else mixer
+        if isinstance(mixer, Attention) and mixer.window:
+            return dataclasses.replace(mixer, window=LONG_WINDOW)
+        return mixer
 
     def longer(stack: Stack) -> Stack:
         return dataclasses.replace(

@@ -154,7 +154,14 @@ def stops_between_tokens_missed() -> Plant:
 
 
 def one_token_too_few() -> Plant:
-    return Sequence, "limit", property(lambda own: len(own.context) + max(1, own.sampling.max_new_tokens - 1))
+    """An answer that no stop token ends has a token less than it may."""
+    original = engine.sequences_of
+
+    def planted(request, number, **options):
+        shorter = dataclasses.replace(request.sampling, max_new_tokens=max(1, request.sampling.max_new_tokens - 1))
+        return original(dataclasses.replace(request, sampling=shorter), number, **options)
+
+    return engine, "sequences_of", planted
 
 
 def drawn_tokens_not_penalised() -> Plant:
@@ -820,3 +827,27 @@ def weights_of_a_resumed_run_called_the_first() -> Plant:
         original(*given, done=0)
 
     return training, "go_on_sampling", planted
+
+
+def groups_of_equal_rewards_not_replaced() -> Plant:
+    """Refills have no effect."""
+    return sampler.Refill, "again", lambda own: False
+
+
+def a_token_more_than_a_conversation_may_draw() -> Plant:
+    original = turns.Turns._most
+
+    def planted(own, live, tokens):
+        kept = own.limits
+        own.limits = kept.model_copy(update={"max_drawn_tokens": kept.max_drawn_tokens + 1})
+        try:
+            return original(own, live, tokens)
+        finally:
+            own.limits = kept
+
+    return turns.Turns, "_most", planted
+
+
+def critic_learns_rewards_without_their_kl() -> Plant:
+    original = prepare._value_targets
+    return prepare, "_value_targets", lambda packed, recipe, scored, kl: original(packed, recipe, scored, None)

@@ -1099,6 +1099,9 @@ SLOW: dict[Callable[[], Plant], Named] = {
     runs.levels_of_prompts_in_flight_not_restored: Named(formula_checks, "mixture of tasks"),
     runs.questions_too_long_not_counted: Named(training_checks, "evaluation"),
     runs.weights_of_a_resumed_run_called_the_first: Named(training_checks, "resume"),
+    runs.a_token_more_than_a_conversation_may_draw: Named(training_checks, "episodes", "talk"),
+    runs.critic_learns_rewards_without_their_kl: Named(batch_checks, "advantages"),
+    runs.groups_of_equal_rewards_not_replaced: Named(training_checks, "order of prompts", "refilled"),
 }
 README = Path(__file__).parents[2] / "README.md"
 BUGS = {**QUICK, **SLOW}
@@ -1131,6 +1134,12 @@ def test_a_planted_bug_is_named(bug, named, monkeypatch):
 @pytest.mark.parametrize(("bug", "named"), SLOW.items(), ids=lambda each: getattr(each, "__name__", ""))
 def test_a_planted_bug_is_named_by_its_check_and_explains_all_others_of_its_stage(bug, named, monkeypatch):
     assert_named(bug, named, monkeypatch)
+
+
+def test_batches_formulas_and_draws_are_right():
+    updates = Updates(make_checked_subject())
+    checks = [check for stage in (batch_checks, formula_checks) for check in stage(updates)]
+    assert [(check.name, check.difference) for check in checks if not check.ok] == []
 
 
 def plain_mixture_check() -> Check:
