@@ -3,9 +3,9 @@
     python -m benches.clusters        (Linux, as root, with slurm-wlm and munge; three minutes)
 
 `podium pod slurm` writes a script that a real Slurm on this machine takes: munged, slurmctld and two slurmd.
-`podium pod k8s` writes a JobSet whose containers' own commands and variables run as two processes. Both train a tiny
-random model over jax.distributed on CPU, with a reward whose losses are not 0, and are compared with one process that
-has both devices: the same losses to 1e-6, and the same rewards.
+`podium pod k8s` writes a JobSet whose containers' own commands and variables run as two processes, and another whose
+two processes are slices of four devices. All train a tiny random model over jax.distributed on CPU, with a reward whose
+losses are not 0, and are compared with one process that has all devices: the same losses to 1e-6, and the same rewards.
 """
 
 import itertools
@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from benches.record import arguments, record
-from tests.pods.cluster_runs import LEAST_LOSS, STEPS, Figures, free_port, run_alone, run_by_jobset, run_by_slurm
+from tests.pods.cluster_runs import (
+    LEAST_LOSS,
+    SLICE_DEVICES,
+    STEPS,
+    Figures,
+    free_port,
+    run_alone,
+    run_by_jobset,
+    run_by_slices,
+    run_by_slurm,
+)
 from tests.pods.slurm_cluster import slurm_cluster, why_no_slurm
 
 FURTHEST = 1e-6
@@ -29,14 +39,19 @@ def by_slurm(folder: Path) -> tuple[Figures, Figures]:
         return run_by_slurm(slurm, folder)
 
 
-WAYS: dict[str, Callable[[Path], tuple[Figures, Figures]]] = {"slurm": by_slurm, "jobset": run_by_jobset}
+WAYS: dict[str, tuple[Callable[[Path], tuple[Figures, Figures]], int]] = {
+    "slurm": (by_slurm, 2),
+    "jobset": (run_by_jobset, 2),
+    "slices": (run_by_slices, 2 * SLICE_DEVICES),
+}
+"""How each trains, and with how many devices."""
 
 
 def measured(way: str, alone: Figures) -> dict[str, Any]:
     """What a way gave, in how many seconds, and how far that is from one process."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        steps, processes = WAYS[way](Path(folder))
+        steps, processes = WAYS[way][0](Path(folder))
     furthest = max(abs(a - b) for a, b in zip(itertools.chain(*steps), itertools.chain(*alone), strict=True))
     trained = len(steps) == STEPS and all(abs(loss) >= LEAST_LOSS for loss, _ in steps)
     return {
@@ -54,12 +69,14 @@ def main() -> None:
     args = arguments(__doc__).parse_args()
     if (why := why_no_slurm()) is not None:
         sys.exit(f"no bench of clusters here: {why}")
-    with tempfile.TemporaryDirectory() as folder:
-        alone = run_alone(Path(folder))
-    print(f"one process: {alone}", flush=True)
+    alone: dict[int, Figures] = {}
     rows = []
-    for way in WAYS:
-        rows.append(measured(way, alone))
+    for way, (_, devices) in WAYS.items():
+        if devices not in alone:
+            with tempfile.TemporaryDirectory() as folder:
+                alone[devices] = run_alone(Path(folder), devices)
+            print(f"one process with {devices} devices: {alone[devices]}", flush=True)
+        rows.append(measured(way, alone[devices]))
         print(rows[-1], flush=True)
     record("clusters-cpu", {"loss_and_reward_of_one_process": alone, "rows": rows}, args.results)
     sys.exit(not all(row["equal"] for row in rows))

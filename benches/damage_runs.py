@@ -55,7 +55,7 @@ def make_run(folder: Path, states: States) -> None:
     """A run's folder with these steps saved, and records up to RECORDED."""
     with RunDir.open(folder, SETTINGS) as run:
         config = CheckpointConfig(keep_last=len(states))
-        with contextlib.closing(Checkpointer(run.checkpoints, config, records=run.extents)) as checkpointer:
+        with contextlib.closing(Checkpointer(run.checkpoints, config, records=run)) as checkpointer:
             for step in range(1, RECORDED + 1):
                 run.append(METRICS, {"step": step, "train-reward/total/mean": step / 16, "time/wall_s": float(step)})
                 run.append(SAMPLES, {"step": step, "split": "train", "question": f"{step} + 1?"})
@@ -94,10 +94,10 @@ def _read_only(folder: Path, states: States) -> str:
     def refuse(path: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
-    probe = checkpoint._try_to_write
+    probe = checkpoint.try_to_write
     try:
         with contextlib.closing(Checkpointer(folder / "copy" / "checkpoints", CheckpointConfig())) as checkpointer:
-            checkpoint._try_to_write = refuse
+            checkpoint.try_to_write = refuse
             with _limited(), _ending_threads():
                 checkpointer.save(8, next(iter(states.values())), {"cursor": 8, "versions": {}}, score=None, wait=True)
         return "WRONG: saved"
@@ -106,7 +106,7 @@ def _read_only(folder: Path, states: States) -> str:
     except TimeoutError:
         return "HUNG"
     finally:
-        checkpoint._try_to_write = probe
+        checkpoint.try_to_write = probe
         shutil.rmtree(folder / "copy")
 
 
@@ -136,7 +136,7 @@ def continued(run: Path, states: States, said: list[str]) -> tuple[int, TrainSta
     with RunDir.open(run, SETTINGS) as run_dir:
         step = newest_whole_step(run_dir.checkpoints, said.append, lambda: None)
         config = CheckpointConfig(keep_last=len(states))
-        with contextlib.closing(Checkpointer(run_dir.checkpoints, config, records=run_dir.extents)) as checkpointer:
+        with contextlib.closing(Checkpointer(run_dir.checkpoints, config, records=run_dir)) as checkpointer:
             state = None
             saved: Mapping[str, Extent] = {}
             if step is not None:

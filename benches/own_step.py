@@ -13,8 +13,9 @@ from podium.config.schema import Config
 from podium.observe.stats import BatchStats, UpdateStats
 from podium.sampling.groups import Group
 from podium.sampling.sampler import Sampler
-from podium.train.setup import load_parts, make_model, make_run_optimizer, make_train_settings, run_spec
+from podium.train.setup import load_parts, make_model, make_run_optimizer, run_spec
 from podium.train.state import init_state
+from podium.train.step import TrainSettings
 from podium.train.trainer import Trainer
 
 
@@ -57,7 +58,7 @@ class OwnStep:
         spec = run_spec(config, self.model.decoder, self.model.mesh)
         self.recipe = spec.recipe
         self.optimizer = make_run_optimizer(spec.optimizer, self.model.decoder)
-        self.settings = make_train_settings(spec.update, self.model.decoder, self.model.mesh)
+        self.settings = TrainSettings(self.model.decoder, self.model.mesh, spec.update)
         self.rollouts = Sampler(spec.rollout, self.model.decoder, self.model.tokenizer, self.model.mesh)
         params, frozen = load_parts(self.model, None)
         self.trainer = Trainer(

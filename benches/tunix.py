@@ -201,7 +201,7 @@ def own_step(podium: OwnStep) -> dict[str, Any]:
     return {
         "seconds": podium.clock.read(),
         "completion_tokens": sum(each.num_drawn for group in groups for each in group.transcripts),
-        "trained_tokens": batched.trained_tokens,
+        "trained_tokens": batched.tokens.trained,
     }
 
 

@@ -43,9 +43,10 @@ from podium.plan.request.workload import Replies, SequenceLengths, simulate_roll
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import RolloutStats
 from podium.run.resolve import resolve_recipe, resolve_rollout
+from podium.run.run_spec import AnswerSettings
 from podium.sampling.feed import request_seed
 from podium.sampling.groups import Group
-from podium.sampling.sampler import AnswerSettings, Sampler
+from podium.sampling.sampler import Sampler
 from podium.tasks.conversation import Turn
 from podium.tasks.conversations.environments import Environments
 from podium.train.setup import Model, load_weights, make_model
@@ -130,7 +131,7 @@ def make_config(folder: Path, *, turns: int, model: str, prompts: int, **rollout
         settings = {"model": str(folder / "model"), "chat_template": str(folder / "chat.jinja")}
         if not (folder / "model").exists():
             (folder / "model").mkdir()
-            write_tiny_model(folder / "model")
+            write_tiny_model(folder / "model", longest=ROLLOUT["max_episode_tokens"])
             (folder / "chat.jinja").write_text(TEMPLATE)
     task = {"environment": "benches.children.talking:Waiting", "options": {"episodes": prompts, "eval_episodes": 1}}
     return Config.model_validate(
@@ -168,7 +169,7 @@ def hold(rollouts: Sampler, waits: Mapping[str, Any]) -> Held:
     rollouts.environments.close()  # the next processes read it
     rollouts.feed.cursor = 0
     spec = rollouts.spec
-    settings = AnswerSettings(sampling=spec.sampling, completions=spec.completions)
+    settings = AnswerSettings(sampling=spec.training.sampling, completions=spec.training.completions)
     prompts = rollouts.feed.next(waits["prompts"])
     start_processes(rollouts, prompts)
     start, cpu = time.perf_counter(), time.process_time()

@@ -59,7 +59,7 @@ _VERBS = {"podium.train": "podium.api.train:train", "podium.plan": "podium.plan:
 
 
 class _Verb(types.ModuleType):
-    """A subpackage that can be called like the function of the same name: `podium.train(...)`, `podium.plan(...)`."""
+    """A subpackage that can be called like its main function: `podium.train(...)`, `podium.plan(...)`."""
 
     def __call__(self, *arguments: object, **options: object) -> object:
         module, _, name = _VERBS[self.__name__].partition(":")
@@ -67,7 +67,7 @@ class _Verb(types.ModuleType):
 
 
 def make_verb(module: str) -> None:
-    """Make a subpackage callable; called by the subpackage while it is being imported."""
+    """Make a subpackage callable. The subpackage calls this while it is being imported."""
     sys.modules[module].__class__ = _Verb
 
 

@@ -17,12 +17,13 @@ from typing import Literal, Protocol
 
 GIB = 2**30
 GPU_POOL = 0.9
-"""Share of a GPU's memory that Podium lets jax reserve for arrays, instead of jax's own three quarters."""
+"""Share of a GPU's memory that Podium lets jax reserve for arrays; jax's default is three quarters."""
 POOL_VARIABLE, OLD_POOL_VARIABLE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-"""jax's environment variables that set another share; jax does not start if both are set."""
+"""Environment variables that set jax's share of GPU memory, new and old name; jax refuses to start if both are set."""
 CUDA_CONTEXT, ALLOCATOR_RESERVE = 1 * GIB, 0.02
-"""Bytes of a GPU for CUDA's context, kernels and NCCL's buffers, outside that share; and the fraction of the share
-lost to fragmentation. On an H100 the context took 0.6 GiB without NCCL (LOG.md); the rest is assumed."""
+"""GPU memory that is not available for arrays: bytes outside jax's share, for CUDA's context, kernels and NCCL's
+buffers; and the fraction of jax's share that is lost to fragmentation. On an H100 the context took 0.6 GiB without NCCL
+(LOG.md); the rest is assumed."""
 
 
 class AcceleratorError(ValueError):
@@ -36,23 +37,23 @@ class Accelerator:
     """A machine, or a slice of a pod, to rent as a whole."""
 
     name: str
-    """The cloud's accelerator type, such as v6e-8; for GPUs, kind and number, such as h100-8."""
+    """The cloud's accelerator type, such as v6e-8; for GPUs, kind and number, such as h100-8; 2xv6e-16: two slices."""
     generation: str
     """The kind of chip, which names its file of constants in `podium/chips`."""
     devices: int
     """Devices over all hosts, as jax counts them: chips. The two TensorCores of a v4 or v5p chip are one device."""
     hosts: int
-    """Processes of jax.distributed."""
+    """Number of host processes, as jax.distributed counts them."""
     hbm_bytes: int
     """Usable memory of a device; for TPUs, what their compiler calls available."""
     torus: tuple[int, ...] = ()
-    """Chips along each axis of the interconnect; empty if chips are connected by a switch or not at all."""
+    """Chips along each axis of a slice's interconnect; empty if chips are connected by a switch or not at all."""
     wrapped: tuple[bool, ...] = ()
     """Whether each axis is a ring, with its ends connected."""
     host_bounds: tuple[int, int, int] | None = None
     """Chips of a host along each axis; None for machines other than TPUs."""
     chip_config: str | None = None
-    """The compiler's name for how a chip's cores are used; None if there is only one way."""
+    """The compiler's name for the way a chip's cores are used; None if the chip has only one."""
     slices: int = 1
     """Groups of devices joined by a network that is slower than the interconnect; for GPUs, the number of machines."""
 
@@ -62,8 +63,18 @@ class Accelerator:
         return self.devices // self.hosts
 
     @property
+    def devices_per_slice(self) -> int:
+        """Devices in each slice, joined by the interconnect."""
+        return self.devices // self.slices
+
+    @property
+    def slice_name(self) -> str:
+        """The cloud's type of a single slice, such as v6e-16 for 2xv6e-16."""
+        return self.name.removeprefix(f"{self.slices}x")
+
+    @property
     def platform(self) -> Literal["cpu", "gpu", "tpu"]:
-        """Jax's name for its kind of device."""
+        """Jax's name for the kind of device."""
         return "tpu" if self.host_bounds is not None else "gpu" if self.generation in GPUS else "cpu"
 
     @property
@@ -75,10 +86,11 @@ class Accelerator:
 
     @property
     def topology_options(self) -> dict[str, object]:
-        """Keyword arguments of jax's `get_topology_desc`, besides name and platform."""
+        """Keyword arguments for jax's `get_topology_desc`, except name and platform."""
         if self.platform != "tpu":
             return {}
         options: dict[str, object] = {"chips_per_host_bounds": self.host_bounds}
+        options |= {"num_slices": self.slices} if self.slices > 1 else {}
         return options | ({"chip_config_name": self.chip_config} if self.chip_config else {})
 
     @property
@@ -88,21 +100,21 @@ class Accelerator:
 
     @property
     def wiring_known(self) -> bool:
-        """Whether it is documented which axes are rings; for slices of v5e and v6e smaller than 16x16 it is not."""
-        return len(self.torus) != 2 or self.devices == 1 or all(self.wrapped)
+        """Whether it is documented which axes are rings. It is not for slices of v5e and v6e smaller than 16x16."""
+        return len(self.torus) != 2 or self.devices_per_slice == 1 or all(self.wrapped)
 
     @property
     def _axes(self) -> list[tuple[int, bool]]:
         return list(zip(self.torus, self.wrapped, strict=True))
 
 
-# Available HBM in the compiler's own refusals (libtpu 0.0.42.1): "exceeds available HBM (31.25G)".
+# From the compiler's error messages about too large programs (libtpu 0.0.42.1): "exceeds available HBM (31.25G)".
 HBM_GIB = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A kind of GPU; its target file in `podium/plan/gpus` has the sources."""
+    """A kind of GPU; the sources of its numbers are in its target file in `podium/plan/gpus`."""
 
     memory: int  # bytes that CUDA reports as total
     networked: bool = True  # whether `podium/chips` has the bandwidth between machines
@@ -127,17 +139,17 @@ GKE_ALONE = ("tpu7x", "v7x", "ironwood")
 Kernels = Literal["tpu", "gpu", "none"]
 """The kind of kernels that run on a device; `none`: XLA's own operations are used instead."""
 LEAST_CAPABILITY = (8, 0)
-"""The oldest compute capability (Ampere) whose GPUs multiply bfloat16 and run Triton's kernels; those of T4, V100 and
-RTX 20 are 7.x."""
+"""The oldest compute capability (Ampere) at which GPUs multiply bfloat16 and run Triton's kernels. T4, V100 and RTX 20
+have 7.x."""
 CPU_INFO = Path("/proc/cpuinfo")
 MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""Most bytes that the processes of this container may use, or `max`."""
+"""File with the memory limit of this container's processes: bytes, or `max`."""
 CPU_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
 """Linux's names of CPU instruction sets that multiply bfloat16 faster than float32."""
 XLA_BFLOAT16 = frozenset({"AVX512_BF16", "AMX", "AMX_FP16"})
-"""Values of XLA's flag xla_cpu_max_isa that allow one of them."""
+"""Values of XLA's flag xla_cpu_max_isa that allow at least one of the instruction sets in CPU_BFLOAT16."""
 
-# Beginnings of jax's `device_kind`, the longer ones first, and the kind of machine in an accelerator's name.
+# Prefixes of jax's `device_kind`, longer ones first, and the kind of machine in an accelerator's name.
 DEVICE_KINDS: Mapping[str, str] = {
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
@@ -152,20 +164,23 @@ DEVICE_KINDS: Mapping[str, str] = {
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
     "NVIDIA L40S": "l40s",
-    "NVIDIA L40": "",  # a different GPU, for which there is no target file
+    "NVIDIA L40": "",  # a different GPU, without a target file
     "NVIDIA L4": "l4",
     "NVIDIA GeForce RTX 4090": "rtx4090",
 }
 SPARSE_CORES = ("v6e", "TPU v6 lite", "TPU v6e")
-"""The kinds of TPU, by the table's and by jax's names, whose SparseCore exchanges arrays while products are
-computed."""
+"""Names, in this table and in jax, of the TPU generations whose SparseCore exchanges arrays while the TensorCore
+multiplies."""
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """The accelerator with this name, such as v6e-8, v5litepod-16 (or v5e-16), v5p-64, h100-8, a100-80-8.
+    """The accelerator with this name, such as v6e-8, v5litepod-16 (or v5e-16), v5p-64, h100-8, a100-80-8; 2xv6e-16 is
+    two TPU slices.
 
     Raises AcceleratorError if it is unknown; the message suggests the nearest names.
     """
+    if several := re.fullmatch(r"\s*(\d+)x(.+)", name):
+        return _joined(find_accelerator(several[2]), int(several[1]))
     table = accelerators()
     kind, _, size = name.strip().lower().rpartition("-")
     known = f"{ALIASES.get(kind, kind)}-{size}"
@@ -177,13 +192,13 @@ def find_accelerator(name: str) -> Accelerator:
         if kind in GPUS and not GPUS[kind].networked and size.isdecimal() and int(size) > MACHINE:
             others = ", ".join(other for other, gpu in GPUS.items() if gpu.networked)
             raise AcceleratorError(
-                f"{known}: there is no figure of the network between machines of {kind}; plan one machine, as"
-                f" {kind}-{MACHINE}, or a GPU with such a figure ({others})"
+                f"{known}: the bandwidth between machines of {kind} is not known; plan for one machine, "
+                f"{kind}-{MACHINE}, or for a GPU whose bandwidth is known ({others})"
             )
         if name.strip().lower() == "cpu":
             raise AcceleratorError(
-                "--on cpu: a plan is of a TPU or GPU, such as v6e-8 or h100-8; on a CPU, train a few steps instead:"
-                " podium train CONFIG --set steps=3. After podium calibrate RUN plans know this CPU"
+                "--on cpu: plans are for TPUs and GPUs, such as v6e-8 or h100-8; on a CPU, train a few steps "
+                "instead: podium train CONFIG --set steps=3. After podium calibrate RUN, plans know this CPU"
             )
         near = _nearest(known if kind else size, table)
         raise AcceleratorError(f"unknown accelerator {name!r}; nearest: {', '.join(near)}")
@@ -191,21 +206,27 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def this_cpu(devices: int = 1) -> Accelerator:
-    """An entry for this machine's CPU, which is not in the table, to compile for and to compare runs with."""
+    """An entry for this machine's CPU, which is not in the table; used to compile for the CPU and to compare runs."""
     return Accelerator(name=f"cpu-{devices}", generation="cpu", devices=devices, hosts=1, hbm_bytes=host_memory())
 
 
 def host_memory() -> int:
-    """Bytes of this host's memory that its processes, or those of this container, may use at most."""
+    """Bytes of memory that processes on this host may use at most, within the container's limit if there is one."""
     limit = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.exists() else "max"
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(whole, int(limit)) if limit.isdecimal() else whole
 
 
-def recognise(device_kind: str, devices: int) -> Accelerator | None:
-    """The accelerator with this many devices of jax's `device_kind`; None if it is not in the table."""
+def recognise(device_kind: str, devices: int, slices: int = 1) -> Accelerator | None:
+    """Find the accelerator with `devices` devices of jax's kind `device_kind`; None if it is not in the table.
+
+    `slices` is the number of TPU slices that the devices form.
+    """
     kind = next((name for start, name in DEVICE_KINDS.items() if device_kind.startswith(start)), "")
-    return accelerators().get(f"{kind}-{devices * (2 if kind in CORES_3D else 1)}")
+    if kind in GPUS:
+        return accelerators().get(f"{kind}-{devices}")
+    one = accelerators().get(f"{kind}-{devices // slices * (2 if kind in CORES_3D else 1)}")
+    return one and _joined(one, slices)
 
 
 @functools.cache
@@ -219,9 +240,8 @@ def accelerators() -> dict[str, Accelerator]:
 
 
 def pool_share() -> float:
-    """The share of a GPU's memory that jax reserves for arrays, for a run with this process's environment.
-
-    Raises ValueError if the environment variable is not a share.
+    """The share of a GPU's memory that jax reserves for arrays, given this process's environment. Raises ValueError if
+    the environment variable is not a share.
     """
     name = OLD_POOL_VARIABLE if OLD_POOL_VARIABLE in os.environ else POOL_VARIABLE
     text = os.environ.get(name, str(GPU_POOL))
@@ -230,7 +250,10 @@ def pool_share() -> float:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise ValueError(f"{name}={text}: expected a share of the memory above 0, at most 1; unset it")
+        raise ValueError(
+            f"{name}={text}: expected a fraction of the memory above 0 and at most 1; unset the variable for the "
+            "default"
+        )
     return share
 
 
@@ -249,8 +272,8 @@ def usable_gpu_memory(kind: str, share: float) -> int:
 def auto_dtype(platform: str, flags: Set[str], capability: str = "") -> Literal["float32", "bfloat16"]:
     """Resolve `dtype: auto`: the faster number format on cpu, gpu or tpu.
 
-    `flags` are the result of `cpu_flags`; on a CPU without CPU_BFLOAT16, bfloat16 is slower than float32. `capability`
-    is that of a GPU, as for `kernels_on`; one below LEAST_CAPABILITY has no products of bfloat16.
+    `flags` are the result of `cpu_flags`: bfloat16 is slower than float32 on a CPU without CPU_BFLOAT16. `capability`
+    is a GPU's compute capability, as for `kernels_on`: below LEAST_CAPABILITY, GPUs cannot multiply bfloat16.
     """
     if platform == "cpu":
         return "bfloat16" if CPU_BFLOAT16 & flags else "float32"
@@ -260,7 +283,8 @@ def auto_dtype(platform: str, flags: Set[str], capability: str = "") -> Literal[
 def kernels_on(platform: str, capability: str = "") -> Kernels:
     """The kind of kernels that run on a device of a jax platform (cpu, gpu or tpu).
 
-    `capability` is a GPU's compute capability, such as 7.5; empty: that of a GPU in the table, which runs them.
+    `capability` is a GPU's compute capability, such as 7.5; if it is empty, the GPU is assumed to run kernels, as all
+    GPUs in the table do.
     """
     if platform == "tpu":
         return "tpu"
@@ -268,7 +292,7 @@ def kernels_on(platform: str, capability: str = "") -> Kernels:
 
 
 class JaxDevice(Protocol):
-    """The attributes of a jax device that are read; a GPU also has `compute_capability`."""
+    """The part of jax's device interface that Podium reads; a GPU also has `compute_capability`."""
 
     @property
     def platform(self) -> str:
@@ -277,7 +301,7 @@ class JaxDevice(Protocol):
 
 
 def capability_of(device: JaxDevice) -> str:
-    """The compute capability of a GPU, such as 8.0; empty for other devices, and for one that does not report it."""
+    """The compute capability of a GPU, such as 8.0; empty for other devices, and for GPUs that do not report it."""
     return getattr(device, "compute_capability", "") if device.platform == "gpu" else ""
 
 
@@ -293,7 +317,7 @@ def _too_old(capability: str) -> bool:
 def cpu_flags() -> frozenset[str]:
     """Instruction sets of this machine's CPU, as Linux names them; empty on other systems.
 
-    Those of bfloat16 are left out if XLA_FLAGS excludes them with xla_cpu_max_isa.
+    The bfloat16 sets are left out if XLA_FLAGS excludes them with xla_cpu_max_isa.
     """
     try:
         lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -306,7 +330,9 @@ def cpu_flags() -> frozenset[str]:
 
 
 def _flat_slice(generation: str, chips: int) -> Accelerator:
-    """A slice of v5e or v6e: up to 8 chips are one machine, more are machines of 2x2; only axes of 16 are rings."""
+    """A slice of v5e or v6e. Up to 8 chips form one machine; larger slices consist of 2x2 machines. Only axes of 16
+    chips are rings.
+    """
     rows = 2 ** (int(math.log2(chips)) // 2)
     torus = (rows, chips // rows)
     bounds = (*torus, 1) if chips <= 8 else (2, 2, 1)
@@ -323,7 +349,7 @@ def _flat_slice(generation: str, chips: int) -> Accelerator:
 
 
 def _cubic_slice(generation: str, cores: int) -> Accelerator:
-    """A slice of v4 or v5p: machines of 2x2x1, as near to a cube as possible; axes are rings from 4x4x4 on."""
+    """A slice of v4 or v5p: 2x2x1 machines, arranged as close to a cube as possible. Axes are rings from 4x4x4 on."""
     chips = cores // 2
     torus = [2, 2, 1]
     while math.prod(torus) < chips:
@@ -342,12 +368,14 @@ def _cubic_slice(generation: str, cores: int) -> Accelerator:
 
 
 def _to_double(torus: list[int]) -> int:
-    """Which axis the next larger slice doubles: 2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8, 8x8x8."""
+    """The axis that doubles in the next larger slice, in the order 2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8,
+    8x8x8.
+    """
     return max(axis for axis, size in enumerate(torus) if size == min(torus))
 
 
 def _gpus(kind: str, count: int) -> Accelerator:
-    """Describe `count` GPUs: of one machine, connected by a switch, or of several machines with 8 each."""
+    """Describe `count` GPUs: in one machine, connected by a switch, or in several machines of 8."""
     machines = max(1, count // MACHINE)
     return Accelerator(
         name=f"{kind}-{count}",
@@ -359,15 +387,31 @@ def _gpus(kind: str, count: int) -> Accelerator:
     )
 
 
+def _joined(one: Accelerator, slices: int) -> Accelerator:
+    """Several TPU slices of a type as one machine. Raises AcceleratorError for GPUs, whose type already has their
+    number.
+    """
+    if one.platform != "tpu" or one.slices > 1 or not slices:
+        raise AcceleratorError(
+            f"{slices}x{one.name}: write a number of slices before a type of TPU, as 2xv6e-16; the number of GPUs says"
+            " how many machines there are, as h100-16"
+        )
+    if slices == 1:
+        return one
+    return dataclasses.replace(
+        one, name=f"{slices}x{one.name}", devices=slices * one.devices, hosts=slices * one.hosts, slices=slices
+    )
+
+
 def _kinds(table: dict[str, Accelerator]) -> list[str]:
     return list(dict.fromkeys(each.rpartition("-")[0] for each in table))
 
 
 def _nearest(name: str, table: dict[str, Accelerator]) -> list[str]:
-    """Up to three names near a wrong one: the nearest sizes of the most similar kinds."""
+    """Up to three known names closest to a wrong one: the nearest sizes of the most similar kinds."""
     kinds = _kinds(table)
     alone = ALIASES.get(name, name)
-    if alone in kinds:  # without the number of devices
+    if alone in kinds:  # the name has no number of devices
         return [each for each in (f"{alone}-{size}" for size in (1, 4, 8, 16, 32)) if each in table][:3]
     kind, _, size = name.rpartition("-")
     like = [each for each in kinds if each == kind] or [each for each in kinds if each.startswith(f"{kind}-")]

@@ -1,10 +1,10 @@
 """The `podium` command. Each command reads its settings and calls the function that does the work.
 
-Nothing heavy is imported before the settings are checked: `--help`, `podium config` and every error in a config come
-without jax. Exit status: 0 done; 1 failed, or the answer is no (`plan`: it does not fit, `certify`: a check is red); 2
-what was asked cannot be carried out as it is written: settings, options, a model, run or machine that is not there; 3
-the compiler of `plan` failed; 78 workers of a job are missing or disagree; 130 stopped by Ctrl-C, 143 by SIGTERM. A
-training run that is stopped saves a checkpoint first and can be continued.
+Nothing slow is imported before the settings are checked: `--help`, `podium config` and errors in a config do not need
+jax. Exit status: 0 done; 1 failed, or the answer is no (`plan`: it does not fit, `certify`: a check is red); 2 invalid
+settings or options, or a model, run or machine that does not exist; 3 the compiler of `plan` failed; 75 a worker of a
+job is missing, 78 workers disagree; 130 stopped by Ctrl-C, 143 by SIGTERM. A training run that is stopped saves a
+checkpoint first and can be continued.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
@@ -113,7 +113,7 @@ def _train(
     force: bool | None = None,
     profile: str | None = None,
 ) -> NoReturn:
-    """Train a run with the settings that `load` reads; `force` of None: without looking at its plan first."""
+    """Train a run with the settings that `load` reads; `force` None: skip the check of the run's plan."""
     from podium.job.job_context import join_job
 
     with join_job(os.environ) as job:  # on several hosts, this tells the others at once that this one has started
@@ -159,7 +159,7 @@ def sft(
     settings: Settings = None,
     plain: Annotated[bool, typer.Option("--plain", help="Plain lines instead of the live view.")] = False,
 ) -> None:
-    """Imitate the answers that the data has: a warm start. Then `podium train CONFIG --from runs/NAME-sft`."""
+    """Fine-tune on the data's answers, as a warm start for `podium train CONFIG --from runs/NAME-sft`."""
     from podium.config.load import Override
     from podium.settings import load_settings, named_after
 
@@ -198,7 +198,7 @@ def certify(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Prove on the config's own model that its updates are right, however they are cut up and computed.
+    """Check on the config's own model that updates are correct, whatever the batching, sharding and kernels.
 
     Exit status: 0 every check is green, 1 one is not, 2 wrong settings or usage.
     """
@@ -216,9 +216,9 @@ def doctor(
     full: Annotated[bool, typer.Option("--full", help="Measure with larger sizes; takes longer.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Examine this machine: versions, devices, speed of everything that a plan assumes, a small model.
+    """Check this machine: versions, devices, the speeds that plans assume, and a small model.
 
-    Exit status: 0 nothing is wrong; 1 something is, with what to do about it.
+    Exit status: 0 no problems; 1 problems, each printed with a remedy.
     """
     from podium.doctor.command import doctor as examine
     from podium.files import as_path
@@ -229,10 +229,12 @@ def doctor(
 @app.command()
 def calibrate(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs on one kind of machine.")],
-    fast: Annotated[bool, typer.Option("--fast", help="Plan the runs by the closed form, without compiling.")] = False,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Plan the runs by closed-form estimates, without compiling.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Teach `podium plan` how fast your machine is, from runs that it has finished.
+    """Measure from finished runs how fast this machine is, for `podium plan`.
 
     Writes ~/.config/podium/chips/KIND.json, which plans for this kind of machine use from then on.
     """
@@ -258,7 +260,6 @@ def evaluate(
     settings: Settings = None,
 ) -> None:
     """Evaluate a run's weights, or any model, on held-out questions."""
-    from podium.config.load import load
     from podium.files import as_path
     from podium.observe.out_files import check_new
     from podium.observe.run_dir import run_of
@@ -274,30 +275,13 @@ def evaluate(
             f"{target} is a model, not a run, so it has no tasks of its own; name one with --task (podium tasks)",
             status=2,
         )
-    of_run = load(files, [], os.environ).config if run else None
-    known = [each.model_dump(mode="json") for each in of_run.tasks] if of_run else []
-    scored = {each.name for each in of_run.reward_models} if of_run else set()
-    prompt = known[0]["system_prompt"] if known else None  # another task is answered as the run answers its own
-    chosen = [each for each in known if task in (None, each["name"])][: None if task is None else 1]
-    chosen = chosen or [{"name": task, "system_prompt": prompt}]
     given = {"eval_split": split, "eval_path": path}
-    changes = {key: value for key, value in given.items() if value is not None}
-    chosen = [
-        each
-        | changes
-        | {"rewards": _evaluated_rewards(each.get("correct", "correct"), each.get("rewards", {}), scored)}
-        for each in chosen
-    ]
     options = {"eval.samples": samples, "eval.greedy": greedy, "eval.questions": questions}
-    loaded = load_settings(files, [*evaluation_overrides(target, run, chosen, options), *(settings or [])])
+    chosen = evaluation_overrides(target, files, task=task, given=given, options=options)
+    loaded = load_settings(files, [*chosen, *(settings or [])])
     from podium.train.evaluate import evaluate_command
 
     raise typer.Exit(evaluate_command(loaded.config, run=run, as_json=as_json, show=show, out=out))
-
-
-def _evaluated_rewards(correct: str, rewards: Mapping[str, float], reward_models: Collection[str]) -> dict[str, float]:
-    """The parts of a task's reward that an evaluation grades: correctness, and the scores of reward models."""
-    return {correct: 1.0} | {name: weight for name, weight in rewards.items() if name in reward_models}
 
 
 @app.command()
@@ -338,11 +322,9 @@ def filter_prompts(config: ConfigFiles, settings: Settings = None) -> None:
 @app.command()
 def chat(
     target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run, RUN@STEP, or a model as in a config.")],
-    system: Annotated[
-        str | None, typer.Option(help="First message of the conversation, empty: none; default: the run's.")
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message; empty: none; default: the run's.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Sampling temperature, 0: greedy; default: the run's, or 1.")
+        float | None, typer.Option(min=0.0, help="Sampling temperature; 0: greedy; default: the run's, or 1.")
     ] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest answer in tokens; default: the run's, or 512.")
@@ -379,18 +361,18 @@ def report(
     from podium.observe.report.report_page import write_report
 
     write_report(runs, out)
-    print(f"{out} ({out.stat().st_size / 1e6:.1f} MB); open it in a browser, it loads nothing from the network")
+    print(f"{out} ({out.stat().st_size / 1e6:.1f} MB); open it in a browser; it loads nothing from the network")
 
 
 @app.command()
 def watch(
     runs_dir: Annotated[Path, typer.Argument(metavar="[RUNS_DIR]", help="Folder of runs.")] = Path("runs"),
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 7860,
-    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
     token: Annotated[
         str | None, typer.Option(help="Secret for the first visit: /?token=...", envvar="WATCH_TOKEN")
     ] = None,
-    token_file: Annotated[Path | None, typer.Option(help="File with the token, which stays out of `ps`.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token, to keep it out of `ps`.")] = None,
 ) -> None:
     """Serve the report of runs, live, to a browser; from another machine: `ssh -L 7860:localhost:7860 MACHINE`."""
     from podium.observe.access import Address
@@ -403,23 +385,25 @@ def watch(
 def serve(
     target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run, RUN@STEP, or a model as in a config.")],
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
-    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback needs a token.")] = "127.0.0.1",
     token: Annotated[
         str | None, typer.Option(help="Secret that clients send: Authorization: Bearer ...", envvar="SERVE_TOKEN")
     ] = None,
-    token_file: Annotated[Path | None, typer.Option(help="File with the token, which stays out of `ps`.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token, to keep it out of `ps`.")] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the model for clients; default: the run's, or RUN_OR_MODEL.")
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(min=2, help="Longest prompt with its answer in tokens; default: the model's, up to 4096."),
+        typer.Option(min=2, help="Longest prompt plus answer in tokens; default: the model's, up to 4096."),
     ] = None,
     slots: Annotated[int, typer.Option(min=1, help="Answers drawn at the same time.")] = 16,
-    max_queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are refused with 429.")] = 256,
+    max_queue: Annotated[
+        int, typer.Option(min=0, help="Requests that may wait; further ones are refused with status 429.")
+    ] = 256,
     settings: Settings = None,
 ) -> None:
-    """Answer other programs over HTTP with a run's weights, or any model: OpenAI's routes, and token ids in and out."""
+    """Serve a run's weights, or any model, over HTTP: OpenAI's routes, and a route with token ids in and out."""
     from podium.observe.access import Address
     from podium.serve.command import serve as run
 
@@ -429,7 +413,7 @@ def serve(
 
 @config_app.command("show")
 def config_show(config: ConfigFiles, settings: Settings = None) -> None:
-    """Print all settings, and where those that are not defaults were set."""
+    """Print all settings, and where each non-default one was set."""
     from podium.config.show import to_yaml
     from podium.settings import load_settings
 
@@ -448,10 +432,12 @@ def config_schema() -> None:
 
 @config_app.command("migrate")
 def config_migrate(
-    old: Annotated[Path, typer.Argument(metavar="OLD.yaml", help="A config of the seed system.")],
+    old: Annotated[Path, typer.Argument(metavar="OLD.yaml", help="A config of the predecessor system.")],
     out: Annotated[Path | None, typer.Option("-o", "--out", help="File to write; default: stdout.")] = None,
 ) -> None:
-    """Translate a config of the seed system, the TPU trainer that Podium succeeds, and list what changed or is lost."""
+    """Translate a config of Podium's predecessor, a TPU trainer, and list settings that changed or have no
+    equivalent.
+    """
     from podium.compat.migrate import migrate
     from podium.files import write_atomically
     from podium.observe.out_files import check_new
@@ -473,8 +459,10 @@ def tasks(
     name: Annotated[str | None, typer.Argument(help="Task to describe; or `try`.")] = None,
     played: Annotated[str | None, typer.Argument(help="After `try`: task or environment to talk to.")] = None,
     seed: Annotated[int, typer.Option(help="With `try`: seed of the environment.")] = 0,
-    number: Annotated[int, typer.Option(min=0, help="With `try`: number of the prompt.")] = 0,
-    say: Annotated[list[str] | None, typer.Option(help="With `try`: an answer; repeatable. Unset: typed in.")] = None,
+    number: Annotated[int, typer.Option(min=0, help="With `try`: index of the prompt.")] = 0,
+    say: Annotated[
+        list[str] | None, typer.Option(help="With `try`: an answer; repeatable. Default: type answers in.")
+    ] = None,
 ) -> None:
     """List the built-in tasks, or describe one and its options; `try TASK` talks to tools and environments."""
     from podium.tasks.registry import FAMILIES, TASKS
@@ -497,7 +485,9 @@ def tasks(
 
 @sandbox_app.command("check")
 def sandbox_check() -> None:
-    """Attack the sandbox, to see whether it holds on this machine. Exit status: 0 if so; 1 if not, with the reason."""
+    """Run attacks against the sandbox on this machine. Exit status: 0 if it withstands all; 1 if not, with the
+    reason.
+    """
     from podium.sandbox.check import check_machine
     from podium.sandbox.runs import SandboxError
 
@@ -510,13 +500,13 @@ def sandbox_check() -> None:
 @sandbox_app.command("run")
 def sandbox_run(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Python file.")],
-    wall_s: Annotated[float, typer.Option(min=0.0, max=86_400.0, help="Limit of time in seconds.")] = 10.0,
-    memory_mib: Annotated[int, typer.Option(min=1, help="Limit of memory in MiB.")] = 512,
+    wall_s: Annotated[float, typer.Option(min=0.0, max=86_400.0, help="Time limit in seconds.")] = 10.0,
+    memory_mib: Annotated[int, typer.Option(min=1, help="Memory limit in MiB.")] = 512,
 ) -> None:
     """Run a Python file in the sandbox; it reads the command's stdin.
 
-    Exit status: the file's own, 128 and the number of the signal if one ends it, 1 if it raises or exceeds a limit, 2
-    if it cannot be read. On a terminal, control characters that it writes are shown, not obeyed.
+    Exit status: the program's own, 128 plus the signal's number if a signal ends it, 1 if it raises or exceeds a limit,
+    2 if it cannot be read. On a terminal, control characters that it writes are shown, not obeyed.
     """
     from podium.sandbox.runs import Limits, Sandbox, SandboxError
 
@@ -540,12 +530,12 @@ def sandbox_run(
             "processes": f"{limits.processes} processes and threads",
             "output": f"{limits.output_bytes:,} bytes of output",
         }[result.why]
-        _fail(f"{file} was ended: it took more than {bound}", status=1)
+        _fail(f"{file} was stopped: it took more than {bound}", status=1)
     raise typer.Exit(result.exit_status)
 
 
 def _try_task(target: str | None, seed: int, number: int, say: list[str] | None) -> None:
-    """Talk to a task's environment with given answers, or from the keyboard."""
+    """Talk to a task's environment, with given answers or from the keyboard."""
     from podium.tasks.try_task import play
 
     def lines() -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""Compiles programs on other threads before they are first called, so that a run's first steps wait for the slowest of
-them instead of for one after another.
+"""Compiles programs on background threads before they are first called, so that a run's first steps wait only for the
+slowest compilation.
 
-Tracing holds Python's lock and is done by the caller; XLA's compiler does not. A call with arguments like those that
-the program was lowered for finds it compiled in jax's own caches.
+Tracing needs Python's lock, so the caller does it; XLA's compiler does not. A call whose arguments match those that a
+program was lowered for finds the compiled program in jax's own caches.
 """
 
 import os
@@ -27,18 +27,17 @@ class Call(NamedTuple):
 
 
 def threads_for(platform: str) -> int:
-    """How many programs to compile at a time: one for each core of this process, which takes about half a GiB each.
-
-    None on CPU, where the programs need the cores.
+    """How many programs to compile at a time: one for each core of this process, at about half a GiB each; 0 on CPU,
+    where the programs need the cores.
     """
     return 0 if platform == "cpu" else len(os.sched_getaffinity(0))
 
 
 class CompileAhead:
-    """Programs that are being compiled, by name. Its methods are for one thread."""
+    """Programs that are being compiled, by name. Not thread-safe."""
 
     def __init__(self, threads: int) -> None:
-        """Up to `threads` programs are compiled at the same time; with 0, each is compiled by its first call."""
+        """Compile up to `threads` programs at the same time; with 0, each program is compiled by its first call."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compile") if threads else None
         self._begun: dict[str, Future[jax.stages.Compiled]] = {}
 
@@ -50,14 +49,13 @@ class CompileAhead:
             self._begun[name] = self._pool.submit(call.lower().compile)
 
     def wait(self, *names: str) -> None:
-        """Return when the compilations of these programs have ended; at once where none was begun.
-
-        Where one failed, the program's own call says so: it compiles again.
+        """Wait until the compilations of these programs have ended; programs that were not begun are ignored. If a
+        compilation failed, the program's first call compiles again and raises the error.
         """
         wait([self._begun.pop(name) for name in names if name in self._begun])
 
     def close(self) -> None:
-        """Drop what has not begun. What is being compiled goes on, and the process ends only after it."""
+        """Cancel compilations that have not begun. Running ones continue, and the process ends only after them."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._begun.clear()

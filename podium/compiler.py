@@ -17,29 +17,29 @@ class Lowerable(Protocol):
     """A jitted function, which can be compiled without being called."""
 
     def lower(self, *arguments: object) -> "jax.stages.Lowered":
-        """Trace and lower it for these arguments, which may be abstract."""
+        """Trace and lower the function for these arguments, which may be abstract."""
         ...
 
 
-# Gathers overlap products: in an update of Qwen2.5-3B on v6e-8 with 8 rows a chip, 8.2 of 10.3 GB of them, which takes
-# 0.80 s by the roofline. Without either of the two options no gather overlaps anything: 0.84 s, in 0.84 GiB less. Three
-# options that are often set with them change nothing there: async_collective_fusion, its multiple_steps, and
-# overlap_compute_collective_tc.
+# Gathers overlap products: in an update of Qwen2.5-3B on v6e-8 with 8 rows a chip, 8.2 of 10.3 GB are gathered
+# meanwhile, and the update takes 0.80 s by the roofline. Without either of the two options no gather overlaps a
+# product: 0.84 s, with 0.84 GiB less memory. Three options that are often set with them change nothing there:
+# async_collective_fusion, its multiple_steps, and overlap_compute_collective_tc.
 TPU_OPTIONS = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
     "xla_enable_async_all_gather": "true",
 }
-# The compiler counts arrays in the host's memory as the device's when it decides what to recompute. An update of
-# Qwen2.5-7B on v6e-4 with its moments on the host takes 26.5 of 31.25 GiB and does 43 % more operations at the default
-# limit, and 26.5 GiB and no more operations at this one. A program beyond the real limit then does not fit, instead of
-# being slow.
+# When the compiler decides what to recompute, it counts arrays in host memory as if they were on the device. An update
+# of Qwen2.5-7B on v6e-4 with its moments on the host takes 26.5 of 31.25 GiB either way; at the default limit it does
+# 43 % more operations, with this option none. A program that exceeds the real limit then fails to fit, instead of being
+# slow.
 OFFLOADED_OPTIONS = {"xla_jf_rematerialization_percent_shared_memory_limit": "200"}
-# With many tokens a chip, a product whose weights arrive in pieces, chip by chip, reads and writes its results once
-# for each piece. Gathering whole weights makes the update of Qwen2.5-3B with 65,536 tokens a v6e chip 2.37 s instead of
-# 2.60 by the roofline, with 20,480 0.78 instead of 0.80, with 6,144 0.30 instead of 0.25, as less of the transfers is
-# hidden; of 7B with 32,768 2.53 instead of 2.51, in 1.8 GiB less. If groups of rows share a layer's weights it gains
-# nothing (7B on v4-16: a tenth slower). These figures, and those of the gathers above, are for v6e without its
-# SparseCore, below.
+# With many tokens a chip, a product whose weights arrive in pieces, chip by chip, reads and writes its results once for
+# each piece. With whole weights gathered first, the update of Qwen2.5-3B on v6e takes by the roofline, at 65,536 tokens
+# a chip, 2.37 s instead of 2.60; at 20,480, 0.78 instead of 0.80; at 6,144, 0.30 instead of 0.25, because less of the
+# transfers is hidden. That of 7B at 32,768 takes 2.53 instead of 2.51, and 1.8 GiB less. If groups of rows share a
+# layer's weights, it gains nothing (7B on v4-16: a tenth slower). These figures, and those of the gathers above, are
+# for a v6e that does not use its SparseCore (see below).
 WHOLE_GATHERS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 WHOLE_GATHERS_FROM = 32_768
 # A v6e's SparseCore gathers weights and scatters gradients while its TensorCore multiplies, so weights can always be
@@ -54,37 +54,37 @@ SPARSE_CORE = {
     "xla_sc_disable_megacore_partitioning": "true",
     "xla_sc_enable_instruction_fusion": "false",
 }
-# A mixture's experts are gathered, and their gradients scattered, by exchanges that do not begin on a v6e before the
-# layer's other work is done, unless its layers are scheduled so that they do; a second option is needed with that one.
-# The third keeps a float32 stack of weights that only its layers cast from being cast as a whole, which takes half as
-# much again. Updates of 4 rows of 4,096 tokens a chip, as planned with and without: Qwen3-30B-A3B on v6e-64 1.87 and
-# 2.14 s, 17.4 and 18.0 GiB; with gradients in bfloat16 1.56 and 1.84 s, 16.2 and 17.4 GiB; with adapters on v6e-8 1.28
-# and 1.36 s (benches/mixtures_planned.py).
+# The exchanges that gather a mixture's experts, and scatter their gradients, begin on a v6e only after the layer's
+# other work, unless the layers are scheduled by the first option, which needs the second. The third keeps a float32
+# stack of weights, which only its layers cast, from being cast as a whole, which would take half as much memory again.
+# Updates of 4 rows of 4,096 tokens a chip, as planned with and without: Qwen3-30B-A3B on v6e-64 1.87 and 2.14 s, 17.4
+# and 18.0 GiB; with gradients in bfloat16 1.56 and 1.84 s, 16.2 and 17.4 GiB; with adapters on v6e-8 1.28 and 1.36 s
+# (benches/mixtures_planned.py).
 EXPERTS_OPTIONS = {
     "xla_tpu_enable_latency_hiding_layer_scheduler": "true",
     "xla_tpu_enable_sparse_core_collective_aggregator": "true",
     "xla_jf_bf16_propagation": "false",
 }
-# Schedules for little memory rather than much concurrency: one micro-batch of 8 rows of Qwen2.5-0.5B takes 8.9 GB
-# instead of 10.8, as logits are freed before gradients begin (benches/results/memory-cpu.json); an update's CPU time is
-# the same.
+# Schedule for little memory rather than much concurrency: one micro-batch of 8 rows of Qwen2.5-0.5B takes 8.9 GB
+# instead of 10.8, because logits are freed before gradients begin (benches/results/memory-cpu.json); the CPU time of an
+# update is the same.
 CPU_OPTIONS: Mapping[str, str] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-# Without it an update adds the embedding's gradient in any order, with atomic additions, and each product gets the
-# kernel that was fastest when it was compiled: a run that was killed and continued was not what it would have been
+# Without this option, an update sums the embedding's gradient in arbitrary order, with atomic additions, and each
+# product uses the kernel that was fastest when it was compiled: a resumed run would differ from an uninterrupted one
 # (LOG.md). On an H100 it costs an update of Qwen2.5-3B with adapters 0.8 % of its time, and one of SmolLM2-135M 13 %.
 GPU_OPTIONS: Mapping[str, str] = {"xla_gpu_deterministic_ops": "True"}
-# XLA for GPUs joins products of one left side, such as those with gate and up, or with a matrix and its adapter, by
-# copying their weights side by side in every call: a decode step of Qwen2.5-3B on an H100 would write every weight once
-# (benches/results/gpu-decode-planned.json).
+# XLA for GPUs merges products with the same left operand, such as those with gate and up, or with a matrix and its
+# adapter, by copying their weights side by side in every call: a decode step of Qwen2.5-3B on an H100 would write every
+# weight once (benches/results/gpu-decode-planned.json).
 GPU_ENGINE_OPTIONS: Mapping[str, str] = {**GPU_OPTIONS, "xla_gpu_dot_merger_threshold_mb": "0"}
 FUSED_GATHERS = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 FUSED_GATHERS_UNTIL = (0, 0, 43)
-"""The libtpu version from which FUSED_GATHERS is left out. 0.0.42 accepts it on every TPU; 0.0.50 only on v5e. Versions
-between them were not tried."""
+"""The first libtpu version for which FUSED_GATHERS is left out. libtpu 0.0.42 accepts the option on every TPU, 0.0.50
+only on v5e. Versions in between were not tried."""
 
 QUICK_FLAGS = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
 QUICK_FLAGS_UNTIL_0_11 = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
-"""Set for jaxlib before 0.11. jaxlib 0.12 lacks the first flag, and ends a process that sets it; 0.11 was not tried."""
+"""XLA flags for jaxlib before 0.11. jaxlib 0.12 lacks the first flag and aborts if it is set; 0.11 was not tried."""
 
 
 def compiler_options(
@@ -120,12 +120,12 @@ def compiler_options(
 
 
 def engine_options(platform: str) -> dict[str, str]:
-    """Compiler options of the engine's programs that read the model's weights; without those that XLA_FLAGS sets."""
+    """Compiler options of the engine's programs that read the model's weights, except options that XLA_FLAGS sets."""
     return _unset(GPU_ENGINE_OPTIONS, "XLA_FLAGS") if platform == "gpu" else {}
 
 
 def _unset(options: Mapping[str, str], variable: str) -> dict[str, str]:
-    """The options that this environment variable does not set."""
+    """The options that environment variable `variable` does not set."""
     already_set = re.findall(r"--(\w+)", os.environ.get(variable, ""))
     return {name: value for name, value in options.items() if name not in already_set}
 
@@ -133,15 +133,17 @@ def _unset(options: Mapping[str, str], variable: str) -> dict[str, str]:
 def quick_flags(jaxlib: str | None = None) -> tuple[str, ...]:
     """XLA flags for a process that compiles many small programs for the CPU and runs each a few times.
 
-    LLVM's optimizations and XLA's fusion emitters, with which a gradient compiles twice as long, cost more there than
-    they save; so does splitting a program into 32 parts that are compiled in parallel (a fifth of the CPU time).
+    For such programs, some of XLA's defaults cost more than they save: LLVM's optimizations and XLA's fusion emitters,
+    which double a gradient's compile time, and compiling each program in 32 parallel parts (a fifth of the CPU time).
     """
     version = _numbers(jaxlib or importlib.metadata.version("jaxlib"))
     return *QUICK_FLAGS, *(QUICK_FLAGS_UNTIL_0_11 if version < (0, 11) else ())
 
 
 def add_xla_flags(*flags: str) -> None:
-    """Append to XLA_FLAGS each of `flags`, as `--name=value`, whose name it does not set; call it before jax starts."""
+    """Append those of `flags`, each `--name=value`, to XLA_FLAGS whose names it does not contain yet; call this before
+    jax starts.
+    """
     already_set = os.environ.get("XLA_FLAGS", "").split()
     names = {flag.partition("=")[0] for flag in already_set}
     os.environ["XLA_FLAGS"] = " ".join([*already_set, *(flag for flag in flags if flag.partition("=")[0] not in names)])
@@ -150,9 +152,9 @@ def add_xla_flags(*flags: str) -> None:
 def hide_plugin_errors() -> None:
     """Suppress jax's log of plugins that fail to start.
 
-    jax starts every installed plugin, whichever platform it is told to use, and logs a traceback if one fails. CUDA's
-    plugin fails on a machine without a GPU (cuFFT is missing); the extra plan-gpu installs it for its compiler alone.
-    Calling this again has no effect.
+    jax starts every installed plugin, even if told to use another platform, and logs a traceback if one fails. CUDA's
+    plugin fails on a machine without a GPU (cuFFT is missing); the extra plan-gpu installs the plugin only for its
+    compiler. Calling this again has no effect.
     """
     logging.getLogger("jax._src.xla_bridge").addFilter(_is_no_plugin_error)
 
@@ -166,7 +168,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def installed_libtpu() -> str:
-    """The version of the installed TPU compiler; the oldest known one if it is not installed as a package."""
+    """The version of the installed TPU compiler; the oldest known version if the compiler is not installed as a
+    package.
+    """
     try:
         return importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:

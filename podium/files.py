@@ -1,6 +1,5 @@
-"""Files that are appended to or replaced atomically, so that a kill at any instant leaves them readable.
-
-A record is one line of JSON, flushed when written. `podium.observe.run_dir` lists the files of a run.
+"""Appends to files and replaces them atomically, so that they stay readable if the process is killed at any instant. A
+record is one line of JSON, flushed when written. `podium.observe.run_dir` lists the files of a run.
 """
 
 import contextlib
@@ -15,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from podium.patience import fault_of, way_out
+
 Record = Mapping[str, object]
 BUCKETS = ("gs://", "s3://")
 
@@ -28,12 +29,12 @@ def as_path(text: str) -> Path:
     if not text.startswith(BUCKETS):
         return Path(text)
     from etils import epath
-    from fsspec import config as fsspec_settings
 
-    for store in ("gcs", "s3"):
-        fsspec_settings.conf.setdefault(store, {})["use_listings_cache"] = False  # other hosts write there too
-    for library in ("gcsfs", "s3fs"):  # they also log the tracebacks of exceptions that they raise
+    from podium.buckets import wait_in_requests
+
+    for library in ("gcsfs", "s3fs", "aiobotocore", "botocore"):  # they log tracebacks of exceptions that they raise
         logging.getLogger(library).setLevel(logging.CRITICAL)
+    wait_in_requests(text[:2])
     return epath.Path(text)  # pyright: ignore[reportReturnType]  # has pathlib's methods, not its type
 
 
@@ -48,7 +49,7 @@ def in_bucket(path: Path) -> bool:
 
 
 def absolute(path: Path) -> Path:
-    """The absolute path; paths in buckets always are."""
+    """The absolute path of a file; unchanged if the file is in a bucket, whose paths are always absolute."""
     return path if in_bucket(path) else path.absolute()
 
 
@@ -69,9 +70,9 @@ class JsonLines:
             self._file.write(to_json(record) + "\n")
             self._file.flush()
         except OSError as error:
-            with contextlib.suppress(OSError):  # it would fail again and hide the error below
+            with contextlib.suppress(OSError):  # closing would fail again and hide the error below
                 self._file.close()
-            way_out = "run the same command again, it continues from the last checkpoint"
+            way_out = "run the same command again to continue from the last checkpoint"
             raise RunFileError(f"{why_not_written(self.path, error)}; {way_out}") from error
 
     def close(self) -> None:
@@ -80,7 +81,7 @@ class JsonLines:
 
 
 def to_json(record: Record, *, indent: int | None = None) -> str:
-    """The record as strict JSON: numpy numbers become numbers, and numbers that are not finite become null."""
+    """The record as strict JSON: numpy numbers become numbers, and non-finite numbers become null."""
     return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False, indent=indent)
 
 
@@ -97,7 +98,7 @@ def _plain(value: object) -> object:
 
 
 def _encodable(text: str) -> str:
-    """The text with lone surrogates, which have no UTF-8 form, as escapes."""
+    """The text with lone surrogates escaped, because they cannot be encoded as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -116,10 +117,10 @@ def open_file(path: Path) -> BinaryIO:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read the records of a file, oldest first; empty if the file does not exist.
 
-    Ignores a last line that is incomplete because of a kill, and zero bytes at the end, which a file system leaves
-    after a host crash in place of data that it had not written yet.
+    Ignores a last line that is incomplete because of a kill, and zero bytes at the end, which a file system may leave
+    after a host crash in place of unwritten data.
 
-    Raises RunFileError if another line is not a record.
+    Raises RunFileError if any other line is not a record.
     """
     if not path.exists():
         return []
@@ -141,7 +142,7 @@ def parse_object(
 ) -> dict[str, Any]:
     """Parse the JSON object of a line. For anything else, raises RunFileError, which names `where`.
 
-    `made_of` makes each object of its names and values, and may raise ValueError.
+    `made_of` builds each object from its (name, value) pairs, and may raise ValueError.
     """
     try:
         record = json.loads(line, object_pairs_hook=None if made_of is dict else made_of)
@@ -185,14 +186,17 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def why_not_written(path: Path, error: OSError, size: int | None = None) -> str:
     """The error message for a file that cannot be written: what was tried, the cause, and what to do about it.
 
-    `size` is in bytes. If the disk is full, the message has the space and the files that are free, and what is needed.
+    `size` is in bytes. If the disk is full, the message says how much space and how many files are free, and what is
+    needed.
     """
     reason = error.strerror if error.filename2 is None else cause_of(error)
     return f"{path} cannot be written: {reason}; {disk_advice(error, path.parent, size)}"
 
 
 def cause_of(error: BaseException) -> str:
-    """The cause of an error of a disk: of a failed renaming with both names, of orbax and tensorstore in one line."""
+    """The cause of a disk error, in one line: both names if a rename failed, and only the cause for orbax and
+    tensorstore.
+    """
     if isinstance(error, OSError) and error.strerror and error.filename2 is not None:
         return f"{error.filename} could not be renamed to {error.filename2}: {error.strerror}"
     if isinstance(error, OSError) and error.strerror:
@@ -207,40 +211,43 @@ def disk_advice(
     *,
     elsewhere: str = "or write the run elsewhere with runs_dir",
 ) -> str:
-    """What to do about an error of a disk, by its number, for `size` bytes in `folder`; `elsewhere` ends the advice."""
+    """What to do about a disk error, by its errno, when writing `size` bytes to `folder`; `elsewhere` ends the
+    advice.
+    """
+    if in_bucket(folder):
+        return way_out(fault_of(error), str(folder)[:2])
     number = error_number(error)
     if number in (errno.ENOSPC, errno.EDQUOT):
         return f"{_room(folder, size, quota=number == errno.EDQUOT)}, {elsewhere}"
     if number in FORBIDDEN:
         return f"make {folder} writable, {elsewhere}"
     advice = next((text for numbers, text in ADVICE.items() if number in numbers), None)
-    return f"look at the disk of {folder}, {elsewhere}" if advice is None else f"{advice}, {elsewhere}"
+    return f"check the disk of {folder}, {elsewhere}" if advice is None else f"{advice}, {elsewhere}"
 
 
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 ADVICE: Mapping[tuple[int, ...], str] = {
-    (errno.EIO, errno.ENXIO, errno.ENODEV): "the disk failed: `dmesg` says how",
+    (errno.EIO, errno.ENXIO, errno.ENODEV): "the disk failed: run `dmesg` for details",
     (errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EREMOTEIO): (
-        "the network file system was not reached: mount it again"
+        "the network file system cannot be reached: mount it again"
     ),
     (errno.EMFILE, errno.ENFILE): "too many files are open: raise `ulimit -n`",
-    (errno.EFBIG,): "files may not be that large here: raise `ulimit -f`, take another file system",
+    (errno.EFBIG,): "the file is larger than this machine allows: raise `ulimit -f`, or use another file system",
     (errno.ENAMETOOLONG,): "set a shorter name",
-    (errno.ENOENT, errno.ENOTDIR): "its folder was moved or deleted meanwhile: put it back",
+    (errno.ENOENT, errno.ENOTDIR): "the folder was moved or deleted meanwhile: put it back",
     (
         errno.EEXIST,
         errno.ENOTEMPTY,
         errno.EISDIR,
         errno.EBUSY,
-    ): "something else is there: move that away",
+    ): "something else has this name: move it away",
 }
-"""What to do about errors of disks, by their numbers."""
+"""What to do about disk errors, by errno."""
 
 
 def error_number(error: BaseException) -> int | None:
-    """The number of the operating system's error behind an exception; None if there is none.
-
-    The errors of tensorstore and safetensors have it in their text alone.
+    """The errno of the operating system error that caused an exception; None if there is none. tensorstore and
+    safetensors mention the errno only in their messages.
     """
     behind: BaseException | None = error
     while behind is not None:
@@ -253,10 +260,14 @@ def error_number(error: BaseException) -> int | None:
     return next((number for number in known if os.strerror(number) in str(error)), None)
 
 
+def room(folder: Path) -> tuple[int, int | None]:
+    """Free bytes and free files (inodes) in a folder's file system; None for files if their number is not limited."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize, disk.f_favail if disk.f_files else None
+
+
 def _room(folder: Path, size: int | None, *, quota: bool) -> str:
-    """What is free in a folder's file system and what is needed, in bytes and in files, and which of them to free."""
-    if in_bucket(folder):
-        return "free some space in the bucket"
+    """What is free in a folder's file system and what is needed, in bytes and in files, and what to delete."""
     try:
         disk = os.statvfs(folder)
     except OSError:  # the folder has vanished too

@@ -1,4 +1,6 @@
-"""Makes malloc keep memory that XLA's programs free on a CPU. No jax or numpy: must run before they start threads."""
+"""Makes malloc keep the memory that XLA's programs free on a CPU. Imports neither jax nor numpy, because it must run
+before they start threads.
+"""
 
 import contextlib
 import ctypes
@@ -18,9 +20,9 @@ def keep_freed_memory() -> None:
     """Make malloc keep the memory that XLA's programs free for the next program, if there is only the CPU.
 
     By default glibc returns it to the kernel, which has to clear every page again: a third of an update's time
-    (benches/results/pages-cpu.json). Call this before anything else: a thread that has already allocated, such as one
-    that a library starts on import, has its own arena, which jax's later threads share and whose large arrays are
-    always returned. With another C library it does nothing.
+    (benches/results/pages-cpu.json). Call this before anything else: a thread that has already allocated memory, such
+    as one that a library starts on import, has its own malloc arena; jax's later threads would share the arena, and
+    glibc always returns its large arrays to the kernel. Has no effect with C libraries other than glibc.
     """
     # malloc.h
     m_trim_threshold = -1

@@ -1,7 +1,7 @@
-"""Makes what models, users' code and clients have written fit for UTF-8, JSON and other processes.
+"""Converts texts and values from models, users' code and clients to forms that UTF-8, JSON and pickle can hold.
 
-Text is made clean where it becomes a message, a call or a row of data: from there on every text can be encoded. Values
-are made plain before they leave the process of the code that made them.
+Text is cleaned where it becomes a message, a tool call or a row of data, so that it can be encoded from there on.
+Values are made plain before they leave the process that created them.
 """
 
 import dataclasses
@@ -12,32 +12,35 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import SupportsFloat, TypeVar
 
 LEVELS = 64
-"""Deepest nesting of a plain value. JSON parsers, templates and pickles allow more, each up to a different depth."""
+"""Deepest nesting of a plain value. JSON parsers, templates and pickle allow more levels, each up to a
+different depth."""
 MOST_ITEMS = 1_000_000
-"""Items of a list, or another sequence, as part of a plain value: a range, say, may have any number."""
+"""Most items of a list or other sequence within a plain value: a range, for example, can be huge."""
 LONGEST_TRACEBACK = 20_000
-"""Characters of a traceback that are kept: an error may quote all that a function was given."""
+"""Longest traceback to keep, in characters: an error may quote all arguments of a function."""
 DIGITS_BITS = 14_000
-"""Bits of the largest plain integer: Python refuses to write more than 4,300 digits, of 3.32 bits each."""
+"""Bits of the largest plain integer: Python does not print integers of more than 4,300 digits (3.32 bits each)."""
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 Value = TypeVar("Value")
 
 
 def once(pairs: Sequence[tuple[str, Value]]) -> dict[str, Value]:
-    """The object of a JSON text, for `json.loads(object_pairs_hook=once)`. Raises ValueError if it has a key twice."""
+    """Build a JSON object from its pairs, for `json.loads(object_pairs_hook=once)`. Raises ValueError for a duplicate
+    key.
+    """
     found: dict[str, Value] = {}
     for name, value in pairs:
         key = clean(name)
         if key in found:
-            raise ValueError(f"{key!r} is there twice in an object; keep one")
+            raise ValueError(f"{key!r} occurs twice in an object; keep one")
         found[key] = value
     return found
 
 
 def clean(text: str) -> str:
-    """The text as it can be encoded: halves of surrogate pairs are joined, and lone ones become U+FFFD."""
-    text = text if type(text) is str else str.__str__(text)  # a subclass may need a module to be unpickled
+    """Make the text encodable: join surrogate pairs, and replace lone surrogates by U+FFFD."""
+    text = text if type(text) is str else str.__str__(text)  # pickling a subclass of str may need its module
     if text.isascii():
         return text
     try:
@@ -48,7 +51,7 @@ def clean(text: str) -> str:
 
 
 def clean_texts(value: Value) -> Value:
-    """The value with clean texts wherever it consists of lists and dicts, keys included; all else stays as it is."""
+    """The value with all texts in its lists and dicts made clean, keys included; everything else is unchanged."""
     return _with_clean_texts(value)  # pyright: ignore[reportReturnType]  # of the same type
 
 
@@ -63,20 +66,21 @@ def _with_clean_texts(value: object) -> object:
 
 
 def plain(value: object, levels: int = LEVELS) -> object:
-    """The value as JSON can hold it: None, bool, int, float, clean text, lists, and dicts whose keys are text.
+    """Convert a value to what JSON can hold: None, bool, int, float, clean text, lists, and dicts with text as keys.
 
-    Keys that are no text are written as in JSON, or else as `str` does. Sets become sorted lists, bytes text, data
-    classes and pydantic's models dicts, arrays lists, and other objects their `str`. Numbers that are not finite stay.
+    Other keys are written as in JSON, or else by `str`. Sets become sorted lists, bytes become text, data classes and
+    pydantic models become dicts, arrays become lists, and other objects become their `str`. Non-finite numbers are
+    kept.
 
     Raises:
-        ValueError: it has more than `levels` levels, a sequence of more than a million items, or an integer of more
-            than 4,300 digits.
+        ValueError: the value has more than `levels` levels, a sequence of more than a million items, or an integer of
+            more than 4,300 digits.
     """
     if value is None or isinstance(value, bool | str):
         return clean(value) if isinstance(value, str) else value
     if isinstance(value, int):
         if value.bit_length() > DIGITS_BITS:
-            raise ValueError("it contains an integer of more than 4,300 digits, which cannot be written")
+            raise ValueError("the value contains an integer of more than 4,300 digits, which cannot be written")
         return int(value)
     if isinstance(value, float):
         return float(value)
@@ -87,7 +91,7 @@ def plain(value: object, levels: int = LEVELS) -> object:
 
 def _container(value: object, levels: int) -> object:
     if levels == 0:
-        raise ValueError(f"it is nested more than {LEVELS} levels deep")
+        raise ValueError(f"the value is nested more than {LEVELS} levels deep")
     if isinstance(value, Mapping):
         return {_key(key): plain(item, levels - 1) for key, item in value.items()}
     if isinstance(value, Set):
@@ -95,13 +99,13 @@ def _container(value: object, levels: int) -> object:
     if isinstance(value, Sequence):
         if len(value) > MOST_ITEMS:
             raise ValueError(
-                f"it contains a {type(value).__name__} of {len(value):,} items; {MOST_ITEMS:,} are allowed"
+                f"the value contains a {type(value).__name__} of {len(value):,} items; {MOST_ITEMS:,} are allowed"
             )
         return [plain(item, levels - 1) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         return {field.name: plain(getattr(value, field.name), levels - 1) for field in fields}
-    for name in ("model_dump", "tolist"):  # of pydantic's models, and of numpy's and torch's arrays and numbers
+    for name in ("model_dump", "tolist"):  # pydantic's models; arrays and numbers of numpy and torch
         convert: Callable[[], object] | None = getattr(value, name, None)
         if callable(convert) and not isinstance(value, type):
             return plain(convert(), levels - 1)
@@ -115,7 +119,7 @@ def _key(key: object) -> str:
 
 
 def copied(value: Value) -> Value:
-    """The value with copies of the lists and dicts that it consists of; all else is shared."""
+    """A copy of nested lists and dicts; everything else in the value is shared."""
     return _with_copies(value)  # pyright: ignore[reportReturnType]  # of the same type
 
 
@@ -128,7 +132,9 @@ def _with_copies(value: object) -> object:
 
 
 def number_of(value: object) -> float | None:
-    """The value as a float; None if it is no number, or not finite in float32, as rewards must be. Text is none."""
+    """The value as a float; None if it is not a number (text never is), or not finite in float32, as rewards
+    must be.
+    """
     try:
         number = float(value) if isinstance(value, SupportsFloat) else math.nan
     except (TypeError, ValueError, OverflowError):
@@ -137,21 +143,23 @@ def number_of(value: object) -> float | None:
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback of an error as clean text; of a very long one the beginning and the end."""
+    """The traceback of an error as clean text; a very long one is cut in the middle."""
     return clean(without_middle("".join(traceback.format_exception(error)), LONGEST_TRACEBACK))
 
 
 def without_middle(text: str, most: int) -> str:
-    """The text, or the beginning and the end of one that has more than `most` characters, an even number."""
+    """The text, or only its beginning and end if it has more than `most` characters (an even number)."""
     half = most // 2
     return text if len(text) <= most else f"{text[:half]}\n[... {len(text) - most} characters ...]\n{text[-half:]}"
 
 
 def message_of(error: BaseException) -> str:
-    """The message of an exception, preceded by its type if it is empty, and for KeyError, which has only the key."""
+    """The message of an exception, preceded by the exception's type if the message is empty or only a key
+    (KeyError).
+    """
     try:
         text = clean(str(error)).strip()
-    except Exception:  # an exception of others may fail to describe itself
+    except Exception:  # a user's exception may raise when converted to text
         text = ""
     name = type(error).__name__
     if not text:

@@ -27,7 +27,7 @@ class Price:
 def load_prices(path: Path | None) -> dict[str, Price]:
     """Prices by kind of chip (v6e, h100, ...), from `path` or else from `podium/prices.yaml`.
 
-    Raises ValueError if the file cannot be read or is not such a list; the message says where and what is expected.
+    Raises ValueError, naming the file and the expected form, if the file cannot be read or is not a price list.
     """
     name = str(path) if path else "prices.yaml"
     try:

@@ -1,6 +1,6 @@
-"""Loads a run's settings and checks them against Podium's recipes, rewards, layouts, tasks, and a model on disk.
+"""Loads a run's settings and checks them against recipes, rewards, layouts, tasks, and a model on disk.
 
-`podium.config` checks the settings among themselves; this module adds the rules of other parts. It downloads nothing
+`podium.config` checks rules between settings; this module adds the rules of other parts of Podium. It downloads nothing
 and imports no jax, so every error in a config is reported before anything slow starts.
 """
 
@@ -47,18 +47,18 @@ NAMES: Mapping[str, Mapping[str, object]] = {
     "rollout.layout": _LAYOUTS,
     "train.optimizer.name": OPTIMIZER_COPIES,
 }
-"""Settings whose values are entries of a table; a new entry of a table is a new allowed value here."""
+"""Settings whose allowed values are the names in a table."""
 IMPORTABLE: Mapping[str, str] = {
     "algorithm.recipe": "a recipe",
     "algorithm.loss": "a loss",
     "train.optimizer.name": "an optimizer",
 }
-"""Those settings that also accept the import path of a user's object, with a description of the object."""
+"""The settings that also accept the import path of a user's object, each with a description of the object."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Loaded):
-    """The settings of a run, checked, with their recipe."""
+    """The checked settings of a run, with their recipe."""
 
     recipe: Recipe
 
@@ -70,10 +70,10 @@ def load_settings(
     *,
     elsewhere: bool = False,
 ) -> Settings:
-    """Load settings as `podium.config.load.load` does, and check them against tasks and model without a network.
+    """Load settings as `podium.config.load.load` does, and check them against tasks and model without network access.
 
-    A run's own config leads to the folder that holds it, unless the run is `elsewhere`, on another machine. Raises
-    ConfigError with all problems.
+    If a file is the config.yaml of a run, the settings get that run's folder, unless the run is `elsewhere` (on another
+    machine). Raises ConfigError with all problems.
     """
     check = Checks(reads_disk=True)
     if elsewhere:
@@ -90,9 +90,9 @@ def load_settings(
 
 
 def named_after(loaded: Settings, files: Sequence[Path], recipe: str) -> Settings:
-    """The settings of `podium sft` and `podium dpo`: the run has the config's name with `-sft` or `-dpo`.
+    """Settings for `podium sft` and `podium dpo`, with `-sft` or `-dpo` added to the run's name.
 
-    A run of that recipe keeps its name if its own config is among the files: it is continued.
+    If the config of a run of that recipe is among the files, the name stays as it is, so that the run is continued.
     """
     name = loaded.config.name or ""
     home = as_path(loaded.config.runs_dir) / name
@@ -103,7 +103,7 @@ def named_after(loaded: Settings, files: Sequence[Path], recipe: str) -> Setting
 
 
 def preference_overrides(files: Sequence[str | Path], overrides: Sequence[str | Override]) -> list[Override]:
-    """The settings of `podium dpo`: the recipe, and the group size of the loss that the config sets.
+    """Overrides for `podium dpo`: the recipe, and the group size that the config's loss needs.
 
     Raises ConfigError for files that cannot be read.
     """
@@ -114,20 +114,43 @@ def preference_overrides(files: Sequence[str | Path], overrides: Sequence[str | 
 
 
 def evaluation_overrides(
-    target: str, run: object | None, tasks: Sequence[Mapping[str, Plain]], options: Mapping[str, Plain]
+    target: str, files: Sequence[Path], *, task: str | None, given: Mapping[str, Plain], options: Mapping[str, Plain]
 ) -> list[Override]:
-    """Convert the options of `podium eval` to settings: tasks graded for correctness, all questions unless limited."""
-    given = [Override(key, value, f"--{key.removeprefix('eval.')}") for key, value in options.items()]
+    """Convert the options of `podium eval` to settings: tasks graded for correctness, all questions unless limited.
+
+    Args:
+        target: the model, or the run whose config is `files`.
+        files: the run's config; empty for a model.
+        task: the task to ask, which may be one of the run's; None: all tasks of the run.
+        given: the user's settings for each task; None: unset.
+        options: the user's settings for the evaluation; None: unset.
+    """
+    config = load(files, [], os.environ).config if files else None
+    own = [Override("model", target, f"argument {target}"), *_fitting_lengths(target)] if config is None else []
+    known = [] if config is None else [each.model_dump(mode="json") for each in config.tasks]
+    scored = set() if config is None else {each.name for each in config.reward_models}
+    prompt = known[0]["system_prompt"] if known else None  # also for a task that the run does not have
+    chosen = known if task is None else [each for each in known if each["name"] == task][:1]
+    changes = {key: value for key, value in given.items() if value is not None}
+    tasks: list[dict[str, Plain]] = []
+    for each in chosen or [{"name": task, "system_prompt": prompt}]:
+        kept = {part: weight for part, weight in each.get("rewards", {}).items() if part in scored}
+        tasks.append({**each, **changes, "rewards": {each.get("correct", "correct"): 1.0, **kept}})
     return [
-        *([] if run else [Override("model", target, f"argument {target}"), *_fitting_lengths(target)]),
+        *own,
         Override("tasks", tasks, f"--task {tasks[0]['name']}"),
         Override("grading.overlong_buffer_tokens", 0, "podium eval"),
-        *(override for override in given if override.value is not None or override.key == "eval.questions"),
+        *([Override("eval.temperature", 1.0, "--samples 0")] if options["eval.samples"] == 0 else []),
+        *(
+            Override(key, value, f"--{key.removeprefix('eval.')}")
+            for key, value in options.items()
+            if value is not None or key == "eval.questions"
+        ),
     ]
 
 
 def check_read_by_evaluations(keys: Iterable[str]) -> None:
-    """Raise ValueError if the user gives an evaluation a setting of training's answers, which it would not read."""
+    """Raise ValueError for settings that affect only training's completions, because evaluations ignore them."""
     for key in keys:
         if key in ("rollout.temperature", "rollout.repetition_penalty"):
             own = key.replace("rollout.", "eval.")
@@ -135,7 +158,8 @@ def check_read_by_evaluations(keys: Iterable[str]) -> None:
 
 
 def _fitting_lengths(model: str) -> list[Override]:
-    """Shorter prompt and completion limits, if the model is on disk and its context is shorter than the defaults need.
+    """Overrides with shorter prompt and completion limits, if the model is on disk and its context is too short for the
+    defaults.
 
     Empty if the default limits fit, or if the model is not on disk.
     """
@@ -154,16 +178,16 @@ def _fitting_lengths(model: str) -> list[Override]:
 
 
 class Checks:
-    """Podium's rules about a config, beside those of `podium.config.schema`; called by `podium.config.load`.
+    """Podium's rules about a config, in addition to those of `podium.config.schema`; called by `podium.config.load`.
 
-    Keeps the recipe of the config that it checked last, so that a run does not resolve it again.
+    Keeps the recipe of the last config checked, so that a run need not resolve it again.
     """
 
     def __init__(self, *, reads_disk: bool) -> None:
         """With `reads_disk`, check against the tasks and models on this machine, too."""
         self.reads_disk = reads_disk
         self.recipe: Recipe | None = None
-        """None: no config was checked, or its options conflict."""
+        """None if no config was checked yet, or if its options conflict."""
 
     def __call__(self, config: Config) -> Iterator[Contradiction]:
         """The contradictions in a config."""
@@ -185,7 +209,7 @@ class _Rules:
 
     @functools.cached_property
     def _resolved(self) -> Recipe | ValueError:
-        """The recipe with the config's options, or what is wrong with it."""
+        """The recipe with the config's options; a ValueError, not raised, if they conflict."""
         try:
             return resolve_recipe(self.config)
         except ValueError as error:
@@ -232,7 +256,7 @@ class _Rules:
                 yield Contradiction((key,), not_in(table, value), about=type(part).model_fields[name].description)
 
     def _algorithm(self) -> Iterator[Contradiction]:
-        """Report the recipe's conflicts with other settings."""
+        """Report conflicts of the recipe with other settings."""
         name, error = self.config.algorithm.recipe, self._resolved
         try:
             recipe = find_recipe(name)
@@ -241,7 +265,7 @@ class _Rules:
                 yield Contradiction(("algorithm.recipe",), str(unknown))
             return  # `_names` has reported it
         if recipe.demonstrations and not recipe.preferences and self.config.group_size != 1:
-            rule = f"recipe {name} has one completion of each prompt, the data's, got {self.config.group_size}"
+            rule = f"recipe {name} trains on one completion per prompt, from the data; got {self.config.group_size}"
             yield Contradiction(("group_size", "algorithm.recipe"), f"{rule}; set group_size to 1")
         scope = ("algorithm", "group_size", "prompts_per_step")
         settings = [f"algorithm.{option}" for option in type(self.config.algorithm).model_fields] + list(scope[1:])
@@ -251,7 +275,7 @@ class _Rules:
             yield Contradiction((key, *named), message, scope)
 
     def _pairs(self) -> Iterator[Contradiction]:
-        """Report batches in which the two completions of a pair would not share a row."""
+        """Report packing settings that would separate the two completions of a pair."""
         recipe = self.recipe
         if recipe is None or recipe.data_form != "pair":
             return
@@ -267,21 +291,21 @@ class _Rules:
             )
 
     def _teacher(self) -> Iterator[Contradiction]:
-        """Report what a teacher cannot be combined with, and a recipe that has nothing to learn from."""
+        """Report settings that a teacher cannot be combined with, and a recipe that needs a teacher but has none."""
         recipe = self.recipe
         if recipe is None:
             return
         name = self.config.algorithm.recipe
         if self.config.teacher is None:
             if recipe.advantage.func is no_advantages:
-                rule = f"recipe {name} learns from a teacher alone, and there is none"
+                rule = f"recipe {name} learns only from a teacher, and teacher is not set"
                 yield Contradiction(("algorithm.recipe", "teacher"), f"{rule}; set teacher.model")
             return
         if recipe.demonstrations:
             rule = f"recipe {name} trains on completions of the data, and a teacher is asked about the policy's own"
             yield Contradiction(("teacher", "algorithm.recipe"), f"{rule}; set algorithm.recipe to distill or grpo")
         if recipe.loss in ("gspo", "gmpo") and self.config.teacher.loss == "sampled":
-            rule = f"{recipe.loss} has one ratio for a completion, and a teacher gives each token its own advantage"
+            rule = f"loss {recipe.loss} uses one ratio per completion, and a teacher gives each token its own advantage"
             yield Contradiction(
                 ("teacher", "algorithm.loss", "algorithm.recipe"), f"{rule}; set algorithm.loss to clipped"
             )
@@ -290,12 +314,13 @@ class _Rules:
             yield Contradiction(("algorithm.zero_variance", "teacher"), f"{rule}; set algorithm.zero_variance to keep")
         for key, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
             if getattr(self.config.rollout, key) != off:
-                rule = "tokens drawn from a part of the vocabulary do not estimate the distance to a teacher over"
+                rule = "tokens sampled from a part of the vocabulary do not estimate the KL to a teacher over"
                 rule += " all of it"
                 yield Contradiction((f"rollout.{key}", "teacher"), f"{rule}; set it to {off:g}")
         if self.config.rollout.repetition_penalty != 1:
             rule = (
-                "tokens drawn with a penalty do not estimate the distance of the policy, which has none, to a teacher"
+                "tokens sampled with a penalty do not estimate the KL from the policy, which has no penalty, to a "
+                "teacher"
             )
             yield Contradiction(("rollout.repetition_penalty", "teacher"), f"{rule}; set it to 1")
 
@@ -314,7 +339,7 @@ class _Rules:
             yield Contradiction(("critic.warmup_steps", "steps"), f"{rule}; set it below steps")
 
     def _reference(self) -> Iterator[Contradiction]:
-        """Report a moving reference that nothing compares with, or that is LoRA's frozen base."""
+        """Report a moving reference that the loss does not use, or that would be LoRA's frozen base."""
         recipe = self.recipe
         if recipe is None or self.config.reference is None:
             return
@@ -330,19 +355,22 @@ class _Rules:
             yield Contradiction(("reference.sync_every", "steps"), f"{rule}; lower it, or leave reference out")
 
     def _privileged(self) -> Iterator[Contradiction]:
-        """Report tasks whose environments may add to a prompt that a privileged one is made from."""
+        """Report a privileged teacher prompt for tasks whose environment may add to the policy's prompt."""
         this = "teacher.prompt"
         if self.config.teacher is None or self.config.teacher.prompt == "same":
             return
         for index, task in enumerate(self.config.tasks):
             try:
                 held = conversing(leveled([task])[0][0])
-            except (ValueError, OSError):  # `_conversations` reports it
+            except (ValueError, OSError):  # `_conversations` reports the error
                 continue
             if held is not None and held.begins:
-                rule = f"privileged is made from a row, and {task.environment or task.name} may add to the prompt"
+                rule = (
+                    f"a privileged prompt is made from a row alone, and {task.environment or task.name} may add to "
+                    "the prompt"
+                )
                 keys = (this, f"tasks.{index}.{'environment' if task.environment else 'name'}")
-                yield Contradiction(keys, f"{rule}; set {this} to same, or use a task that has tools alone")
+                yield Contradiction(keys, f"{rule}; set {this} to same, or use a task that only has tools")
 
     def _rewards(self) -> Iterator[Contradiction]:
         models = [each.name for each in self.config.reward_models]
@@ -385,7 +413,7 @@ class _Rules:
             yield Contradiction((key,), message)
 
     def _zero_variance(self) -> Iterator[Contradiction]:
-        """Check that every task's reward has the part by which groups are left out."""
+        """Check that every task's reward has the part that `zero_variance_metric` names."""
         recipe = self.recipe
         metric = None if recipe is None else recipe.zero_variance_metric
         if metric is None:
@@ -393,12 +421,15 @@ class _Rules:
         for index, task in enumerate(self.config.tasks):
             parts = list(dict.fromkeys(("correct", *map(label, task.rewards))))
             if metric not in parts:
-                rule = f"{metric!r} is not a part of the reward of {task.name}, so all its groups would be left out"
+                rule = (
+                    f"{metric!r} is not a part of the reward of {task.name}, so all groups of this task would be left "
+                    "out"
+                )
                 keys = ("algorithm.zero_variance_metric", f"tasks.{index}.rewards")
                 yield Contradiction(keys, f"{rule}; set {', '.join(parts)}")
 
     def _sampling(self) -> Iterator[Contradiction]:
-        """Report settings that nothing reads because the recipe samples nothing."""
+        """Report settings that have no effect because the recipe samples no completions."""
         recipe, config = self.recipe, self.config
         if recipe is None or not recipe.demonstrations:
             return
@@ -411,24 +442,26 @@ class _Rules:
             rule = f"{limit:g} has no effect: recipe {name} samples nothing; leave it out"
             yield Contradiction(("rollout.max_logprob_gap", "algorithm.recipe"), rule)
         if config.rollout.in_flight != 1:
-            yield Contradiction(("rollout.in_flight",), f"{unread} nothing is in flight; leave it out")
+            yield Contradiction(("rollout.in_flight",), f"{unread} no prompts are in flight; leave it out")
         for index, task in enumerate(config.tasks):
             if task.curriculum is not None:
-                rule = f"{unread} no level goes well or badly; leave it out"
+                rule = f"{unread} no curriculum level is scored; leave it out"
                 yield Contradiction((f"tasks.{index}.curriculum", "algorithm.recipe"), rule)
         for each in type(config.data).model_fields:
             if getattr(config.data, each) is not None:
-                rule = f"{unread} no prompt goes well or badly; leave it out"
+                rule = f"{unread} no prompt is scored; leave it out"
                 yield Contradiction((f"data.{each}", "algorithm.recipe"), rule)
 
     def _stale_tokens(self) -> Iterator[Contradiction]:
-        """Report stale tokens that the recipe does not correct for, or that it would make staler."""
+        """Report stale tokens that the recipe does not correct, or for which its correction is not enough."""
         recipe, over, oldest = self.recipe, self.config.rollout.in_flight, self.config.rollout.max_staleness
         if recipe is None or over == 1 or recipe.demonstrations:
             return
         this, bound = "rollout.in_flight", "rollout.max_staleness"
         if recipe.old_logprobs == "trainer" and recipe.correction == "none":
-            rule = f"{over:g} trains on tokens of older weights, and the ratio is to the trainer's own"
+            rule = (
+                f"{over:g} trains on tokens sampled by older weights, and the ratio's denominator is the trainer's own"
+            )
             ways = "set algorithm.old_logprobs to sampler, or algorithm.correction to truncate"
             ways = "set algorithm.correction to truncate" if recipe.loss == "reinforce" else ways
             keys = (this, "algorithm.recipe", "algorithm.old_logprobs", "algorithm.correction")
@@ -439,7 +472,7 @@ class _Rules:
             yield Contradiction((bound, this, *passes), f"{rule}; set it to 1, or {' and '.join(passes)} to 1")
 
     def _conversations(self) -> Iterator[Contradiction]:
-        """Check tools and environments, and what conversations cannot be combined with."""
+        """Check settings of tools and environments, and settings that conversations cannot be combined with."""
         for index, task in enumerate(self.config.tasks):
             try:
                 held = conversing(leveled([task])[0][0])
@@ -452,7 +485,7 @@ class _Rules:
                 continue
             key = "environment" if task.environment else "tools" if task.tools else "name"
             if key == "environment" and not held.rewards and "correct" in task.rewards and not task.path:
-                rule = f"{task.environment} pays no reward of its own, and there are no answers to compare"
+                rule = f"{task.environment} gives no reward, and there are no answers to compare"
                 way_out = "give it a method get_reward, or name a reward function instead of `correct`"
                 yield Contradiction((f"tasks.{index}.rewards", f"tasks.{index}.environment"), f"{rule}; {way_out}")
 
@@ -471,7 +504,7 @@ class _Rules:
                     break
 
     def _models(self) -> Iterator[Contradiction]:
-        """Report models on disk that are unusable, or have too few positions for the rollout's lengths."""
+        """Report models on disk that are unusable, or whose context is too short for the rollout's lengths."""
         teacher = None if self.config.teacher is None else self.config.teacher.model
         critic = None if self.config.critic is None else self.config.critic.model
         models: tuple[tuple[str, str | None, Head], ...] = (
@@ -495,7 +528,7 @@ class _Rules:
                 yield found
 
     def _reward_models(self) -> Iterator[Contradiction]:
-        """Report reward models on disk that are unusable, or have too few positions for the conversations."""
+        """Report reward models on disk that are unusable, or whose context is too short for the conversations."""
         for index, each in enumerate(self.config.reward_models):
             section = f"reward_models.{index}"
             if (folder := on_disk(each.model)) is None:
@@ -513,7 +546,7 @@ class _Rules:
 def _reward_parts(
     index: int, task: TaskConfig, models: Sequence[str], judges: Sequence[str]
 ) -> Iterator[Contradiction]:
-    """Check the parts of a task's reward: each exists, has a unique label, and does not duplicate the graded part.
+    """Check that each part of a task's reward exists, has a unique label, and does not duplicate the graded part.
 
     `models` and `judges` are the names of reward models and judges.
     """
@@ -526,15 +559,19 @@ def _reward_parts(
         yield Contradiction((section,), f"two parts would be reported as {part!r}; give one function another name")
     if task.correct not in ("correct", *task.rewards):
         parts = ", ".join(dict.fromkeys(("correct", *task.rewards)))
-        yield Contradiction((f"tasks.{index}.correct", section), f"{task.correct!r} is not a part of it; set {parts}")
+        yield Contradiction(
+            (f"tasks.{index}.correct", section), f"{task.correct!r} is not a part of the reward; set {parts}"
+        )
     if task.correct in GRADED_REWARDS:
-        message = f"{task.correct} depends on correctness, so it cannot be it; set correct, or another part"
+        message = f"{task.correct} depends on correctness, so it cannot define it; set correct, or another part"
         yield Contradiction((f"tasks.{index}.correct",), message)
     if task.correct in models and not GRADED_REWARDS.keys().isdisjoint(task.rewards):
         message = f"{task.correct} scores after the other parts, and cosine_length reads whether an answer is right"
         yield Contradiction((f"tasks.{index}.correct", section), f"{message}; leave one of them out")
     if task.correct != "correct" and "correct" in task.rewards:
-        message = f"evaluation counts {task.correct}, so the task does not grade; drop correct, or leave this unset"
+        message = (
+            f"evaluation counts {task.correct}, so the task does not grade answers; remove correct, or leave this unset"
+        )
         yield Contradiction((f"{section}.correct", f"tasks.{index}.correct"), message)
 
 

@@ -1,8 +1,8 @@
 """How arrays are split over devices: a mesh, and one table from logical axes to mesh axes.
 
 Parameters are declared once as `ParamSpec`s; initialisation, sharding, checkpoints and the planner's abstract arrays
-derive from that declaration. Mesh axes are dp (copies), fsdp (parameters and batch split), sp (parameters and the
-tokens of a row split), tp (heads split).
+derive from that declaration. The mesh axes are dp (replicas), fsdp (splits parameters and batch), sp (splits parameters
+and the tokens of a row), and tp (splits heads).
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ AbstractParams = dict[str, jax.ShapeDtypeStruct]
 """Shapes, dtypes and shardings of parameters."""
 AnyParams = Params | AbstractParams
 MOST_AT_ONCE = 8
-"""Most devices that exchange parts of an array at once (`exchanges`)."""
+"""Most devices in one exchange of parts of an array (`exchanges`)."""
 MOST_IN_PIECES = 32
 """Most chips of a v4, v5e or v5p over which the compiler scatters gradients piece by piece during the products."""
 MOST_GATHERED = 32
-"""Most devices from which an array is gathered at once. From the 64 of a v4 or v5p, the compiler would gather it by
-summing arrays that are 0 elsewhere, which sends twice as much."""
+"""Most devices from which an array is gathered at once. From 64 devices of a v4 or v5p on, the compiler would gather by
+summing zero-padded arrays, which sends twice as much."""
 CUBES = ("TPU v4", "TPU v5")
 """Kinds of TPU whose slices of 8 chips are a cube of 2 x 2 x 2, instead of a ring or two rows."""
 A = TypeVar("A", jax.Array, np.ndarray)
@@ -46,7 +46,7 @@ class ShardingRules:
     mesh: Mesh
     axes: Mapping[str, MeshAxes]
     stored: Mapping[str, MeshAxes] | None = None
-    """Mesh axes that split stored weights and their gradients; None: the same as `axes`."""
+    """Mesh axes that split stored weights and their gradients; None if they are the same as `axes`."""
 
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
         """The partition of an array with these logical axes."""
@@ -66,32 +66,34 @@ class ShardingRules:
         return self if self.stored is None else ShardingRules(self.mesh, self.stored)
 
     def constrain_weight(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Lay out a weight by these axes; its gradient is summed and split like the stored weight, in one exchange."""
+        """Lay out a weight by these axes. In the backward pass, its gradient is summed and split like the stored weight
+        in one exchange.
+        """
         return _constrain_weight(self.sharding(*axes), self.storage.sharding(*axes), x)
 
     def gathered_weight(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Gather a stored weight, by `exchanges` if many devices have parts of it; it has no gradient."""
+        """Gather a stored weight, by `exchanges` if it is split over many devices; not differentiable."""
         stored, here = self.storage.spec(axes), self.spec(axes)
         gather = functools.partial(_whole, parts=_gathered(self.mesh, stored, here), mesh=self.mesh)
         return jax.shard_map(gather, mesh=self.mesh, in_specs=stored, out_specs=here, check_vma=False)(x)
 
     def weight_sums(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Zeros in place of a weight; their gradient becomes the weight's, and is summed and split in its own number
+        """Zeros in place of a weight, whose gradient is the weight's gradient, summed and split in its own number
         format.
         """
         return _weight_sums(self.sharding(*axes), self.storage.sharding(*axes), x)
 
     def sums_of_copies(self, x: jax.Array, *axes: str | None, pieces: Sequence[str] = ("pieces",)) -> jax.Array:
-        """`weight_sums` for the copies of a stored weight, [n, ...]: one for each piece of the batch.
+        """`weight_sums` for n copies of a stored weight, one for each piece of the batch: [n, ...].
 
-        `pieces` are the logical axes that cut the batch; with several, the copies have a dimension for each.
+        `pieces` are the logical axes that split the batch; the copies have one leading dimension for each.
         """
         return _sums_of_copies(self.mesh, self.storage.spec(axes), self.spec((*pieces, *axes)), x)
 
     def weight_copies(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """A copy of a stored weight for each of the n pieces of the batch, [n, ...], each on its devices.
+        """Make n copies [n, ...] of a stored weight, one on the devices of each piece of the batch.
 
-        For loops over parts of the batch: the gradient of each copy stays on its devices until the loop has ended.
+        For loops over parts of the batch: each copy's gradient stays on its devices until the loop ends.
         """
         return _weight_copies(self.mesh, self.storage.spec(axes), self.spec(("pieces", *axes)), x)
 
@@ -105,8 +107,8 @@ class ShardingRules:
         """The largest number of devices over which XLA may split the gradient of a layer's product while summing it.
 
         Over more, the TPU's compiler sums whole gradients on all chips, so they are summed in `exchanges` instead
-        (benches/results/wide-updates-planned.json). A v6e multiplies by whole weights (`podium.compiler`), others by
-        pieces, which they also scatter piece by piece. GPUs and CPUs are not limited.
+        (benches/results/wide-updates-planned.json). A v6e multiplies by whole weights (`podium.compiler`); other TPUs
+        multiply by pieces and also scatter piece by piece. GPUs and CPUs have no such limit.
         """
         if self.platform != "tpu":
             return self.mesh.size
@@ -132,7 +134,7 @@ class ShardingRules:
         return _size(self.mesh, self._mesh_axes(axis))
 
     def _mesh_axes(self, axis: str) -> MeshAxes:
-        """The mesh axes that split a logical axis; rows are split as the batch, unless the table lists them."""
+        """The mesh axes that split a logical axis; `rows` is split like `batch`, unless the table lists it."""
         return self.axes.get("batch" if axis == "rows" and "rows" not in self.axes else axis)
 
 
@@ -182,14 +184,15 @@ def _sum_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, _: Non
     others = tuple(name for name in names if name not in scattered and mesh.shape[name] > 1)
 
     def rows_of_sum(dx: jax.Array, axes: MeshAxes) -> jax.Array:
-        # As a matrix; otherwise the compiler might put another dimension before the first, and send all sums.
+        # As a matrix: otherwise the compiler might put another dimension first, and send all sums.
         found = scattered_sum(dx.reshape(dx.shape[0], -1), mesh_axis_names(axes), mesh)
         return found.reshape(-1, *dx.shape[1:])
 
     def add(dx: jax.Array) -> jax.Array:
         dx = dx.reshape(dx.shape[len(pieces) :])
         for dim, axes in gathered.items():
-            # The TPU scatters sums only over the first dimension; over another it would sum all, and keep a part.
+            # The TPU scatters sums only along the first dimension; along another it would sum everything and keep a
+            # part.
             if dim and dx.shape[0] % _size(mesh, axes) == 0:
                 dx = rows_of_sum(dx, axes)
                 dx = jax.lax.all_to_all(dx, axes, split_axis=dim, concat_axis=0, tiled=True)
@@ -201,7 +204,7 @@ def _sum_copies(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec, _: Non
 
 
 def _whole(x: jax.Array, parts: Mapping[int, MeshAxes], mesh: Mesh) -> jax.Array:
-    """A device's part of an array, made whole in dimensions that are split over mesh axes; inside `shard_map`."""
+    """Gather a device's part of an array along the dimensions that mesh axes split; call it inside `shard_map`."""
     for dim, axes in parts.items():
         if _size(mesh, axes) > MOST_GATHERED:
             x = jnp.moveaxis(gathered_parts(jnp.moveaxis(x, dim, 0), mesh_axis_names(axes), mesh), 0, dim)
@@ -211,7 +214,7 @@ def _whole(x: jax.Array, parts: Mapping[int, MeshAxes], mesh: Mesh) -> jax.Array
 
 
 def _gathered(mesh: Mesh, stored: PartitionSpec, copies: PartitionSpec) -> dict[int, MeshAxes]:
-    """Dimensions that are whole in a weight's copies, and the mesh axes that split them in the stored weight."""
+    """Dimensions that are split in the stored weight but whole in its copies, each with the mesh axes that split it."""
     pairs = enumerate(zip(stored, copies[len(copies) - len(stored) :], strict=True))
     return {dim: axes for dim, (axes, here) in pairs if axes != here and _size(mesh, axes) > 1}
 
@@ -221,11 +224,11 @@ _weight_copies.defvjp(lambda mesh, stored, copies, x: (_weight_copies(mesh, stor
 
 
 def exchanges(names: tuple[str, ...], mesh: Mesh) -> list[list[list[int]] | None]:
-    """The groups of devices that exchange parts, one exchange after another: first neighbours, then the groups.
+    """The device groups of each exchange, in order: first among neighbours, then across groups.
 
-    None: all devices at once. The TPU's compiler would turn a reduce-scatter over many devices into an all-reduce,
-    which sends twice as much and keeps whole sums. Almost all is sent among neighbours: on a v6e-64 groups of 8
-    are rings of links, while a ring over 8 groups takes 2.5 links from one chip to the next.
+    None if all devices exchange at once. The TPU's compiler would turn a reduce-scatter over many devices into an
+    all-reduce, which sends twice as much and keeps whole sums on every device. Most bytes are sent among neighbours: on
+    a v6e-64 groups of 8 are rings of links, while a ring over 8 groups takes 2.5 links from one chip to the next.
     """
     sizes = exchange_sizes(_size(mesh, names))
     if len(sizes) == 1:
@@ -235,9 +238,10 @@ def exchanges(names: tuple[str, ...], mesh: Mesh) -> list[list[list[int]] | None
 
 
 def exchange_sizes(devices: int) -> list[int]:
-    """The number of devices in a group of each exchange, neighbours first.
+    """The group size of each exchange, neighbours first.
 
-    Each is the largest divisor, up to MOST_AT_ONCE, of the number of groups that are left, or that number itself.
+    Each size is the largest divisor, from 2 to MOST_AT_ONCE, of the number of groups that remain; without one, that
+    number itself.
     """
     sizes: list[int] = []
     while devices > MOST_AT_ONCE:
@@ -250,8 +254,8 @@ def exchange_sizes(devices: int) -> list[int]:
 def gathered_parts(x: jax.Array, names: tuple[str, ...], mesh: Mesh) -> jax.Array:
     """Gather the parts [m, ...] of n devices side by side, [n * m, ...]; call it inside `shard_map`.
 
-    They are gathered along a new dimension: for a gather along the first dimension itself, the TPU's compiler would
-    copy the stack of all layers into a layout in which that dimension comes first.
+    The gather runs along a new dimension: along the first dimension itself, the TPU's compiler would copy the stack of
+    all layers into a layout in which that dimension comes first.
     """
     x = _moved(x, names, mesh, back=True)
     for groups in reversed(exchanges(names, mesh)):
@@ -262,9 +266,9 @@ def gathered_parts(x: jax.Array, names: tuple[str, ...], mesh: Mesh) -> jax.Arra
 def scattered_sum(x: jax.Array, names: tuple[str, ...], mesh: Mesh) -> jax.Array:
     """Sum the arrays [n * m, ...] of n devices, each of which gets its part [m, ...] of the sum.
 
-    Call it inside `shard_map`. Parts are scattered along a new dimension: if a part is not a whole number of tiles of
-    the first dimension, as for a vocabulary, the TPU's compiler would send all sums to all devices. Over the 8 chips of
-    a v4 or v5p it would do so in any case, so these exchange parts, and each adds up the parts that it gets.
+    Call it inside `shard_map`. Parts are scattered along a new dimension: along the first dimension, if a part is not a
+    whole number of tiles (as for a vocabulary), the TPU's compiler would send all sums to all devices. Over the 8 chips
+    of a v4 or v5p it would do so in any case, so these chips exchange parts, and each sums the parts that it receives.
     """
     for groups in exchanges(names, mesh):
         parts = len(groups[0]) if groups else _size(mesh, names)
@@ -277,10 +281,10 @@ def scattered_sum(x: jax.Array, names: tuple[str, ...], mesh: Mesh) -> jax.Array
 
 
 def _moved(x: jax.Array, names: tuple[str, ...], mesh: Mesh, *, back: bool) -> jax.Array:
-    """The part that a device stores, from the device that got it by `scattered_sum`'s exchanges; `back`: the reverse.
+    """Move the result of `scattered_sum`'s exchanges to the device that stores it; `back`: the reverse.
 
-    Of n = a b devices in b groups of a neighbours, neighbour i of group g gets part i b + g of a sum, as its group cuts
-    the whole array into a parts first, and stores part g a + i.
+    Of n = a b devices in b groups of a neighbours, neighbour i of group g receives part i b + g of the sum, because its
+    group first cuts the whole array into a parts, and stores part g a + i.
     """
     sizes = exchange_sizes(_size(mesh, names))
     if len(sizes) == 1:
@@ -299,7 +303,7 @@ def _size(mesh: Mesh, axes: MeshAxes) -> int:
 
 
 class Device(Protocol):
-    """The attributes of a jax device that are read here."""
+    """The part of jax's device interface that this module reads."""
 
     id: int
     process_index: int
@@ -307,7 +311,7 @@ class Device(Protocol):
     device_kind: str
 
     def memory_stats(self) -> Mapping[str, int] | None:
-        """Bytes by name, such as `bytes_limit`; None on a CPU."""
+        """Memory figures in bytes by name, such as `bytes_limit`; None on a CPU."""
         ...
 
 
@@ -315,11 +319,11 @@ def find_devices() -> Sequence[Device]:
     """The devices of all processes; starts jax.
 
     Raises:
-        ValueError: jax cannot start on the platform that JAX_PLATFORMS names, or on any.
+        ValueError: jax cannot start on the platform that JAX_PLATFORMS names, or on any platform.
     """
     try:
         return jax.devices()
-    except (RuntimeError, AssertionError) as error:  # jax asserts where the plugin of cuda is missing
+    except (RuntimeError, AssertionError) as error:  # jax asserts if CUDA's plugin is missing
         named = os.environ.get("JAX_PLATFORMS", "")
         reason = (str(error).strip() or "its plugin is not installed").splitlines()[0]
         extra = {"tpu": "tpu", "cuda": "cuda", "gpu": "cuda"}.get(named)
@@ -331,7 +335,9 @@ def find_devices() -> Sequence[Device]:
 
 
 def make_mesh(text: str, devices: Sequence[Device] | None = None) -> Mesh:
-    """Make the mesh of `mesh:` on `devices` (None: all); devices of a slice, and of a host, are contiguous in it."""
+    """Build the mesh that the setting `mesh` describes on `devices` (None: all). The devices of a slice, and of a host,
+    are contiguous.
+    """
     devices = sorted(devices or find_devices(), key=lambda each: (slice_of(each), each.process_index, each.id))
     hosts = len({device.process_index for device in devices})
     slices = len({slice_of(device) for device in devices})
@@ -340,35 +346,45 @@ def make_mesh(text: str, devices: Sequence[Device] | None = None) -> Mesh:
 
 
 def to_devices(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Shard an array that every host holds: each host copies its own shards, without checking that hosts agree."""
+    """Shard an array that every host holds. Each host copies its own shards; whether the hosts' arrays are equal is not
+    checked.
+    """
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def slice_of(device: Device) -> int:
-    """The slice of a device; 0 if there is only one."""
+    """The index of a device's slice; 0 if there is only one slice.
+
+    jax knows the slices of TPUs and GPUs. CPUs are divided into equal shares of the processes, as many as the
+    environment variable of TPU launchers says, so that several slices can be rehearsed.
+    """
+    if device.platform == "cpu" and (slices := int(os.environ.get("MEGASCALE_NUM_SLICES", 1))) > 1:
+        return device.process_index * slices // jax.process_count()
     return getattr(device, "slice_index", None) or 0
 
 
 def param_shardings(specs: ParamSpecs, rules: ShardingRules) -> dict[str, NamedSharding]:
-    """The sharding of each parameter. Raises ValueError if a dimension does not divide by its mesh axes."""
+    """The sharding of each parameter. Raises ValueError if a dimension is not divisible by the size of its mesh
+    axes.
+    """
     for name, axis, dim in indivisible(specs, rules.num_shards):
         raise ValueError(
-            f"parameter {name}: axis {axis} of {dim} does not divide over {rules.num_shards(axis)} devices"
-            f" ({rules.axes[axis]}); set mesh so that it does, for example 'dp:{rules.mesh.size}'"
+            f"parameter {name}: dimension {axis} of {dim} is not divisible by {rules.num_shards(axis)} devices "
+            f"({rules.axes[axis]}); set mesh so that it is, for example 'dp:{rules.mesh.size}'"
         )
     return {name: rules.sharding(*spec.axes) for name, spec in specs.items()}
 
 
 def abstract_params(specs: ParamSpecs, dtype: jnp.dtype, rules: ShardingRules) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and shardings of the parameters, without allocating them: for checkpoints and for the planner."""
+    """Shapes and shardings of the parameters, without allocating them; for checkpoints and the planner."""
     shardings = param_shardings(specs, rules)
     return {name: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=shardings[name]) for name, spec in specs.items()}
 
 
 def init_params(seed: int, specs: ParamSpecs, rules: ShardingRules) -> Params:
-    """Draw float32 parameters, each in its own shards; the same numbers on any mesh."""
+    """Draw random float32 parameters, already sharded; the numbers are the same on any mesh."""
 
     def init() -> Params:
         keys = jax.random.split(jax.random.key(seed), len(specs))

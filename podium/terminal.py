@@ -1,6 +1,5 @@
-"""Escapes what a terminal would obey in texts of models, their code, data sets, and errors that quote them.
-
-Everything that Podium prints and did not write itself goes through `printable` or `harmless`.
+"""Escapes control characters in texts from models, their code and data sets, and in errors that quote them. Everything
+that Podium prints and did not write itself goes through `printable` or `harmless`.
 """
 
 import logging
@@ -17,18 +16,18 @@ _HARMFUL = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def printable(text: str) -> str:
-    """Escape everything in the text that could move the cursor, change colours or confuse a terminal; line ends too."""
+    """Share of a GPU's memory that Podium lets jax reserve for arrays; jax's default is three quarters."""
     return "".join(LINE_END if each == "\n" else _visible(each) for each in text)
 
 
 def harmless(text: str) -> str:
-    """Text as `printable` makes it, but with its line ends and tabs: for what is shown as it was written."""
+    """Escape a text like `printable`, but keep its line ends and tabs."""
     return "".join(each if each in "\n\t" else _visible(each) for each in text)
 
 
 def guard_errors() -> None:
-    """Print warnings and uncaught exceptions `harmless` from now on: they may quote what a model wrote."""
-    if logging.lastResort is not None:  # prints warnings where nothing else has been set up
+    """From now on, pass warnings and uncaught exceptions through `harmless`: they may quote what a model wrote."""
+    if logging.lastResort is not None:  # prints warnings if logging has not been configured
         logging.lastResort.setFormatter(_Harmless())
     sys.excepthook = _print_exception
     threading.excepthook = _print_from_thread
@@ -37,7 +36,7 @@ def guard_errors() -> None:
 
 
 class _Harmless(logging.Formatter):
-    """The message of a log record and its traceback."""
+    """Formats log records, tracebacks included, through `harmless`."""
 
     def format(self, record: logging.LogRecord) -> str:
         return harmless(super().format(record))

@@ -27,6 +27,8 @@ class FakeGcs:
         self.requests: list[str] = []
         self.lock = threading.RLock()
         self.count = 0
+        self.refuses: int | None = None
+        """The status that all requests get, as 503 in an outage and 401 with an expired token."""
 
     def put(self, bucket: str, name: str, data: bytes) -> dict[str, Any]:
         with self.lock:
@@ -135,6 +137,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer_to(self, verb: str, path: str, query: dict[str, str], body: bytes) -> None:
         store = self.store
+        if store.refuses is not None:
+            told = {503: "Service Unavailable", 401: "Invalid Credentials"}[store.refuses]
+            return self.answer(store.refuses, {"error": {"code": store.refuses, "message": told}})
         if path.startswith("/batch"):
             return self.batch(body)
         if match := re.fullmatch(r"/upload/storage/v1/b/([^/]+)/o", path):

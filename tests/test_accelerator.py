@@ -3,16 +3,15 @@
 Without one both sides are the CPU: it shows that what a lent machine is asked still runs.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_decoder import tiny
 
-from podium.accelerators import kernels_of
 from podium.algorithms.recipes import RECIPES
-from podium.config.attention_blocks import attention_backend
-from podium.config.head import head_kind
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config, RolloutConfig
 from podium.doctor.benchmarks.update import random_batch
@@ -64,19 +63,12 @@ def completions(platform: str | None, dtype=jnp.float32):
 def updated(platform: str | None):
     mesh, specs = mesh_of(platform), param_specs(DECODER)
     optimizer = make_optimizer(OptimizerConfig(name="sgd", learning_rate=1.0, clip_norm=0.0), 10, specs)
+    spec = run_spec(CONFIG, DECODER, mesh)
     settings = TrainSettings(
-        decoder=DECODER,
-        mesh=mesh,
-        dtype=jnp.dtype("float32"),
-        temperature=1.0,
-        remat="layer",
-        head_chunk_tokens=32,
-        attention=attention_backend("auto", kernels_of(mesh.devices.flat[0])),
-        head=head_kind("auto", mesh.devices.flat[0].platform, mesh.shape["tp"]),
+        DECODER, mesh, dataclasses.replace(spec.update, dtype="float32", head_chunk_tokens=32, tokens_per_gather=0)
     )
     state = init_state(init_params(0, specs, ShardingRules(mesh, TRAIN_AXES)), optimizer)
-    sizes = run_spec(CONFIG, DECODER, mesh).batch
-    batch = shard_batch(random_batch(sizes, DECODER, LENGTHS), ShardingRules(mesh, GATHERED_AXES))
+    batch = shard_batch(random_batch(spec.batch, DECODER, LENGTHS), ShardingRules(mesh, GATHERED_AXES))
     state, metrics = make_train_step(settings, RECIPES["grpo"], optimizer)(state, batch)
     return {name: np.asarray(value) for name, value in {**state.params, **metrics}.items()}
 

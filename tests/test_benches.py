@@ -76,6 +76,14 @@ def test_gpu_script_goes_through_on_a_cpu():
     assert 0 < update["completion_tokens"] <= 2 * 4 * 8
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["serve", "turns"])
+def test_a_trial_of_a_bench_goes_through(name: str):
+    finished = run(sys.executable, "-m", f"benches.{name}", "--tiny")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert json.loads(finished.stdout.splitlines()[-1])
+
+
 def test_gpu_script_says_how_it_is_used():
     finished = run("sh", "benches/gpu.sh", "--help")
     assert finished.returncode == 2

@@ -215,7 +215,10 @@ def test_a_renaming_that_fails_is_no_lack_of_space(tmp_path, monkeypatch):
         write_atomically(tmp_path / "summary.json", "new")
     path = tmp_path / "summary.json"
     said = f"{path} cannot be written: {path}.{os.getpid()}.tmp could not be renamed to {path}: Input/output error"
-    assert str(caught.value) == f"{said}; the disk failed: `dmesg` says how, or write the run elsewhere with runs_dir"
+    assert (
+        str(caught.value)
+        == f"{said}; the disk failed: run `dmesg` for details, or write the run elsewhere with runs_dir"
+    )
 
 
 @pytest.mark.parametrize(

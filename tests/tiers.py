@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 FILE = Path(__file__).parent / "durations.json"
-SLOW_S = 1.0
-CASES_S = 0.7
+SLOW_S = 0.9
+CASES_S = 0.4
 """CPU seconds of all cases of a test function; its first case may take SLOW_S alone."""
 CORE = (
     "tests/certify/test_planted_bugs.py",

@@ -1,6 +1,7 @@
 """How much of Podium the first example runs: what a reader has to open to follow a run from its command to its end."""
 
 import ast
+import inspect
 import os
 import runpy
 import sys
@@ -38,8 +39,8 @@ def follow_example() -> Way:
 
     def trace(frame: FrameType, event: str, argument: object) -> "TraceFunction | None":
         code = frame.f_code
-        if not code.co_filename.startswith(PACKAGE) or code.co_name == "<module>":
-            return None
+        if not code.co_filename.startswith(PACKAGE) or not code.co_flags & inspect.CO_OPTIMIZED:
+            return None  # the code of a module or a class runs when it is imported
         if event == "line":
             seen[code].add(frame.f_lineno)
         return trace

@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "podium"
 
 FLOORS: tuple[tuple[str, ...], ...] = (
+    ("patience",),
+    ("buckets",),
     (
         "config",
         "accelerators",

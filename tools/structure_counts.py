@@ -141,7 +141,7 @@ CONCEPTS: Mapping[str, str] = {
     "files that name a teacher": r"\bteachers?\b|teacher_|_teacher",
     "files that name a critic": r"\bcritics?\b|critic_|_critic",
     "files that name a reward model": r"reward[ _]?models?",
-    "files that name a reference": r"\breferences?\b|reference_|_reference",
+    "files that name a reference": r"\breferences?\b|\breference_|_reference",
 }
 """In code, comments and docstrings, in upper or lower case, outside of `tasks/`, where a reference is an answer."""
 FREE_NAMES = ("__init__.py", "cli.py", "command.py", "report.py")

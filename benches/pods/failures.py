@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benches.pods.bench import DEVICES, LIMIT_S, WORKERS, Bench, Row, on_cpu, options, rented, seconds_since, wait
-from podium.job.job_records import GUARD, first_failure
+from podium.job.job_records import GUARD, MISSING, first_failure
 from podium.pods.launch import AGENT, poll
 from podium.pods.remote import Remote
 from tests.pods.network_world import job_processes
@@ -42,7 +42,7 @@ def bar_b(bench: Bench) -> Iterator[Row]:
             line = wait(lambda job=job: first_failure(poll(remote, job).workers), 120.0)
             named_s = seconds_since(begun)
             guard_s = guards_seconds(remote, job)
-            limit_s = MISSING_S if what == "missing" else GUARD_S
+            limit_s, status = (MISSING_S, MISSING) if what == "missing" else (GUARD_S, GUARD)
             started = [worker for worker in range(WORKERS) if what != "missing" or worker != guilty]
             ends = wait(lambda job=job, started=started: exits(remote, job, started), 60.0)
             left = wait(lambda: bench.left() == 0, 10.0) is None
@@ -52,7 +52,7 @@ def bar_b(bench: Bench) -> Iterator[Row]:
                 "named_on_laptop_s": named_s,
                 "line": line,
                 "exits": ends,
-                "good": bool(line and re.search(named, line) and guard_s < limit_s and set(ends or ()) == {GUARD})
+                "good": bool(line and re.search(named, line) and guard_s < limit_s and set(ends or ()) == {status})
                 and not left,
             }
 

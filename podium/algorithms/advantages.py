@@ -18,7 +18,7 @@ Std = Literal["none", "group", "batch"]
 VALUES = "values"
 """The score of a critic: its estimate of the rewards to come, before each token is drawn."""
 RETURNS = "returns"
-"""What the critic learns, beside VALUES in the scores of a batch."""
+"""Name in a batch's scores of the returns that the critic is trained on; VALUES are its estimates."""
 
 
 class TokenScores(NamedTuple):

@@ -45,7 +45,7 @@ def after_update(recipe: Recipe, coefs: Coefs, *, entropy: float) -> dict[str, f
 
 
 def after_step(recipe: Recipe, coefs: Coefs, *, kl: float | None) -> dict[str, float]:
-    """The adapted numbers after a step with this mean KL to the reference, in nats per token; None: not measured.
+    """The adapted numbers after a step with this mean KL, in nats per token; None: not measured.
 
     kl_coef is multiplied by 1 + kl_gain clip(kl / kl_target - 1, -0.2, 0.2) (Ziegler et al., arXiv:1909.08593).
     """

@@ -63,6 +63,8 @@ class Tokens(NamedTuple):
     """The batch's scores by name."""
     prompts: jax.Array | None = None
     """int32: the segment of a token's prompt, which both completions of a pair share."""
+    divergence: jax.Array | None = None
+    """In nats, to the whole distribution of the model that teaches the policy; None without one."""
 
     @property
     def log_ratio(self) -> jax.Array:
@@ -468,31 +470,12 @@ def policy_loss(
     Returns:
         The loss [B, T], not masked and not averaged, and statistics [B, T] without gradient: always `clip_low`,
         `clip_high` and `kl_sampled`, and those of the policy term; `correction_weight`, `correction_dropped`,
-        `off_policy_dropped`, `top_entropy`, `kl_reference` and `loss_part/NAME` if the recipe has these terms.
+        `off_policy_dropped`, `top_entropy`, `kl_reference`, `kl_teacher` and `loss_part/NAME` with these terms.
     """
     logprobs, sampled_logprobs, scores = drawn.logprobs, drawn.old_logprobs, drawn.scores
     of_this_update = sampled_logprobs if recipe.old_logprobs == "sampler" else logprobs
     tokens = drawn._replace(old_logprobs=stop_gradient(scores.get(OLD_LOGPROBS, of_this_update)))
-    policy = make_loss(recipe)(tokens)
-    loss = policy.values
-    stats = {
-        "clip_low": policy.clipped_low,
-        "clip_high": policy.clipped_high,
-        "kl_sampled": k3_estimate(sampled_logprobs, logprobs),
-        **policy.stats,
-    }
-    if recipe.top_entropy < 1:
-        stats["top_entropy"] = scores[UNCERTAIN]
-        loss = loss * scores[UNCERTAIN]
-    if recipe.correction != "none":
-        proposed = scores[DRAWN_LOGPROBS] if recipe.corrects_penalty else sampled_logprobs
-        weights = correction_weights(recipe, tokens.old_logprobs, proposed, tokens.segments, tokens.mask)
-        stats |= {"correction_weight": weights, "correction_dropped": (weights == 0).astype(weights.dtype)}
-        loss = loss * weights
-    if (threshold := recipe.off_policy_threshold) is not None:
-        kept = off_policy_mask(drawn, threshold=threshold)
-        stats["off_policy_dropped"] = (~kept).astype(loss.dtype)
-        loss = jnp.where(kept, loss, 0.0)
+    loss, stats = _policy_term(recipe, drawn, tokens)
     if recipe.drift_coef:
         loss = loss + recipe.drift_coef * jnp.square(logprobs - sampled_logprobs)
     if recipe.kl in ("k2", "k3", "k3+"):
@@ -506,7 +489,38 @@ def policy_loss(
             part = _imported_loss(path)(tokens).values
             loss = loss + weight * part
             stats[f"loss_part/{path.rpartition(':')[2]}"] = part
+    if recipe.teaching is not None and drawn.divergence is not None:
+        loss = loss + recipe.teaching.weight * drawn.divergence
+        stats["kl_teacher"] = drawn.divergence
     return loss, jax.tree.map(stop_gradient, stats)
+
+
+def _policy_term(recipe: Recipe, drawn: Tokens, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The recipe's policy term [B, T] of the tokens that count, with its correction's weights; and its statistics.
+
+    `drawn` and `tokens` have the denominators of the correction and of the ratio as `old_logprobs`.
+    """
+    policy = make_loss(recipe)(tokens)
+    loss = policy.values
+    stats = {
+        "clip_low": policy.clipped_low,
+        "clip_high": policy.clipped_high,
+        "kl_sampled": k3_estimate(drawn.old_logprobs, drawn.logprobs),
+        **policy.stats,
+    }
+    if recipe.top_entropy < 1:
+        stats["top_entropy"] = drawn.scores[UNCERTAIN]
+        loss = loss * drawn.scores[UNCERTAIN]
+    if recipe.correction != "none":
+        proposed = drawn.scores[DRAWN_LOGPROBS] if recipe.corrects_penalty else drawn.old_logprobs
+        weights = correction_weights(recipe, tokens.old_logprobs, proposed, tokens.segments, tokens.mask)
+        stats |= {"correction_weight": weights, "correction_dropped": (weights == 0).astype(weights.dtype)}
+        loss = loss * weights
+    if (threshold := recipe.off_policy_threshold) is not None:
+        kept = off_policy_mask(drawn, threshold=threshold)
+        stats["off_policy_dropped"] = (~kept).astype(loss.dtype)
+        loss = jnp.where(kept, loss, 0.0)
+    return loss, stats
 
 
 def policy_ratio(recipe: Recipe, tokens: Tokens) -> jax.Array:

@@ -256,7 +256,10 @@ def _part_conflicts(config: AlgorithmConfig, recipe: Recipe, prompts_per_step: i
             yield f"{key}.recipe", why_not_mixed(part.recipe or "", config.recipe)
         elif recipe.preferences:
             rule = f"recipe {config.recipe} learns from preferences, whose rows have a packing of their own"
-            yield f"{key}.recipe", f"{rule}; sft cannot be mixed with it: run podium sft first, and go on from that run"
+            yield (
+                f"{key}.recipe",
+                (f"{rule}; sft cannot be mixed with it: run podium sft first, and continue from that run"),
+            )
         elif recipe.demonstrations:
             rule = f"recipe {config.recipe} imitates data already"
             yield f"{key}.recipe", f"{rule}; add the part's tasks to tasks, mixed by weight, and leave it out"
@@ -284,7 +287,7 @@ def _own_part_conflicts(part: LossPartConfig) -> _Conflicts:
     """What is wrong with a part that is a user's own loss."""
     assert part.loss is not None
     if not is_path(part.loss):
-        rule = f"{part.loss!r} is no function of your own; a built-in loss is the policy term of a recipe"
+        rule = f"{part.loss!r} is not your own function; a built-in loss is the policy term of a recipe"
         yield "loss", f"{rule}: set algorithm.loss, or package.module:name here"
     else:
         try:

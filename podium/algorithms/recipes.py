@@ -121,7 +121,7 @@ OPTION_RANGES: Mapping[str, OptionRange] = {
 """The values that options of LOSSES may have."""
 OLD_LOGPROBS, REFERENCE_LOGPROBS = "old_logprobs", "reference_logprobs"
 """The scores that options of `algorithm:` need: from the trainer before the first update, or the first model."""
-TEACHER_LOGPROBS, TEACHER_HIDDEN = "teacher_logprobs", "teacher_hidden"
+TAUGHT_LOGPROBS, TAUGHT_HIDDEN = "teacher_logprobs", "teacher_hidden"
 """The scores of `teacher:` with `loss: sampled` and `full`; the latter are hidden states, [K, B, T, D]."""
 COVARIANT = "covariant"
 """Name of a score: 1 at the tokens that the losses clip_cov and kl_cov choose, 0 elsewhere."""
@@ -197,7 +197,7 @@ class Recipe:
     gamma: float = 1.0
     demonstrations: bool = False
     """Whether completions come from the data, one per prompt, instead of being sampled."""
-    teacher: Teaching | None = None
+    teaching: Teaching | None = None
     """None: without a teacher."""
     penalised: bool = False
     """Whether the sampler has a repetition penalty, which the trained policy does not."""
@@ -259,7 +259,7 @@ class Recipe:
 
         A teacher's log-probabilities are compared with OLD_LOGPROBS: with the sampler's, rounding would be a reward.
         """
-        compared = self.teacher is not None and self.teacher.loss == "sampled"
+        compared = self.teaching is not None and self.teaching.loss == "sampled"
         old = (OLD_LOGPROBS,) if self.scores_old_logprobs or compared else ()
         reference = (REFERENCE_LOGPROBS,) if self.needs_reference else ()
         entropy = (ENTROPY,) if self.top_entropy < 1 else ()
@@ -274,7 +274,7 @@ class Recipe:
             ENTROPY: False,
         }
         chosen = (*((UNCERTAIN,) if self.top_entropy < 1 else ()), *((COVARIANT,) if self.chooses else ()))
-        hidden = (TEACHER_HIDDEN,) if self.teacher is not None and self.teacher.loss == "full" else ()
+        hidden = (TAUGHT_HIDDEN,) if self.teaching is not None and self.teaching.loss == "full" else ()
         valued = (VALUES, RETURNS) if self.learns_values else ()
         drawn = (DRAWN_LOGPROBS,) if self.corrects_penalty else ()
         point = (REFERENCE_POINT,) if self.data_form == "label" else ()
@@ -550,10 +550,9 @@ def sft() -> Recipe:
 def dpo() -> Recipe:
     """DPO (arXiv:2305.18290): makes the chosen completion of a pair likelier than the rejected one.
 
-    Differs: there is no dropout. `loss: ipo` is IPO (arXiv:2310.12036) with log-ratios averaged over tokens, as TRL has
-    it; `loss: dpo_hinge` is SLiC's hinge on DPO's margin (arXiv:2309.06657); `label_smoothing` is that of conservative
-    DPO; `loss: kto` is KTO (arXiv:2402.01306) on labelled completions, with a KL that is estimated once per optimizer
-    step.
+    Differs: no dropout. `loss: ipo` is IPO (arXiv:2310.12036) with log-ratios averaged over tokens, as TRL has it;
+    `loss: dpo_hinge` is SLiC's hinge on DPO's margin (arXiv:2309.06657); `label_smoothing` is that of conservative DPO;
+    `loss: kto` is KTO (arXiv:2402.01306) on labelled completions, with a KL that is estimated once per optimizer step.
     `podium dpo CONFIG` selects it, with `group_size: 2`, or 1 for kto.
     """
     return Recipe(
@@ -642,7 +641,7 @@ def why_not_mixed(name: str, main: str) -> str:
     except ValueError as error:
         return str(error)
     if recipe.preferences:
-        return f"{name} learns from pairs, which fill rows of their own, and cannot be mixed; run podium dpo by itself"
+        return f"{name} learns from pairs, which need separate rows, and cannot be mixed; run podium dpo separately"
     if recipe.advantage.func is no_advantages:
         return f"{name} learns from a teacher, and so can {main}, of the same completions: set teacher, with its weight"
     if recipe.demonstrations:

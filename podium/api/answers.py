@@ -1,4 +1,4 @@
-"""`podium.generate` and `podium.evaluate`: answers of a model or of a run's weights, and how many are correct."""
+"""`podium.generate` and `podium.evaluate`: answers from a model or a run's weights, and how many are correct."""
 
 import contextlib
 import dataclasses
@@ -14,6 +14,7 @@ from podium.api.given_data import Questions, Rewards, overrides, task_settings
 from podium.api.rows import Data, data_file, is_task
 from podium.config.document import Plain
 from podium.config.load import Override, load
+from podium.config.schema import WITHOUT_MODELS
 from podium.files import as_path
 from podium.hosts.platform import prepare_platform
 from podium.malloc import giving_back_memory
@@ -26,7 +27,7 @@ from podium.observe.stats import TaskScores
 from podium.observe.text import shown
 from podium.rollout.request import Completion, Request
 from podium.run.answering import Answering, Asked, resolve_answering
-from podium.run.resolve import resolve_recipe, resolve_rollout
+from podium.run.resolve import resolve_rollout
 from podium.sampling.feed import request_seed
 from podium.sampling.prompt_lengths import rounded_up
 from podium.sampling.sampler import Sampler
@@ -43,30 +44,27 @@ SLOTS = 16
 NEW_TOKENS = 512
 """Longest answer of a model that no run configures."""
 OPENED = "opening a model to answer"
-"""Where settings come from that neither a run nor the user sets."""
+"""Origin, in error messages, of settings that neither a run nor the user sets."""
 ANSWERS_ALONE: Mapping[str, Plain] = {
     "train.row_tokens": None,
     "train.tokens_per_device": None,
     "rollout.max_episode_tokens": None,
 }
-"""Lengths of a run's training that do not bound its answers."""
+"""Length settings of a run's training that do not limit its answers."""
 UNUSED: Mapping[str, Plain] = {
     "tasks": [{"name": "arithmetic"}],
     "algorithm": {},
     "group_size": 2,
-    "teacher": None,
-    "critic": None,
-    "reference": None,
-    "reward_models": [],
+    **WITHOUT_MODELS,
     "grading": {"workers": 0},
     "environments": {},
     "eval": {},
     "data": {},
     "train.optimizer.warmup_steps": 0,
 }
-"""Parts of a run that an engine does not use, in place of its own, which need not fit the engine's sizes."""
+"""Replacements for parts of a run that an engine does not use, and that might not fit the engine's sizes."""
 ANSWERS_SHOWN = 5
-"""Answers of an evaluation that a notebook shows; all are in `Evaluated.answers`."""
+"""How many answers of an evaluation a notebook shows; all are in `Evaluated.answers`."""
 ANSWER_CHARACTERS = 200
 """Characters shown of a question or an answer."""
 
@@ -119,14 +117,14 @@ def generate(
 ) -> list[Answer]:
     """Answer prompts with a model or a run's weights: one answer per prompt, in order.
 
-    A run's answers are drawn as in its training, with all settings of its `rollout`, unless arguments say otherwise.
+    A run's answers are sampled as in its training, with all settings of its `rollout`, unless arguments override them.
 
     Args:
         model: a run's folder (`runs/demo`, `runs/demo@20`), or a model as in a config.
         prompts: questions, each formatted with the model's chat template. Repeat a prompt to get several answers.
-        max_new_tokens: maximum length of an answer in tokens; unset: the run's, or for a model 512.
-        temperature: sampling temperature, 0 for greedy; unset: the run's, or for a model 1.
-        system_prompt: first message of every conversation, empty for none; unset: the run's.
+        max_new_tokens: maximum length of an answer in tokens; unset: the run's, or 512 for a model.
+        temperature: sampling temperature, 0 for greedy; unset: the run's, or 1 for a model.
+        system_prompt: system message of every conversation, empty for none; unset: the run's.
         seed: determines sampling, together with the prompt's index.
         settings: settings of the config, as for `podium.grpo`, such as `rollout={"top_k": 20, "stop": ["###"]}`.
 
@@ -155,13 +153,13 @@ def generate(
 
 
 def _encoded(prompts: Sequence[str], tokenizer: Tokenizer, answering: Answering) -> list[tuple[int, ...]]:
-    """The tokens of each question, with what the model reads before it."""
+    """The tokens of each prompt: the system prompt and the question."""
     questions = [answering.messages([{"role": "user", "content": prompt}]) for prompt in prompts]
     return [tuple(tokenizer.encode_messages(each)) for each in questions]
 
 
 class Opened(NamedTuple):
-    """An engine with weights, and how it answers unless a request says otherwise."""
+    """An engine with weights, and how it answers by default."""
 
     rollouts: Sampler
     answering: Answering
@@ -181,14 +179,13 @@ def open_model(
     """Open an engine with the weights of a model or a run.
 
     Args:
-        model: as of `generate`.
-        more: settings of a command line, KEY=VALUE, which come after `settings`.
-        asked: what the caller says about the answers.
-        slots: prompts that are answered at the same time, at least.
-        context: longest prompt with its answer in tokens, in any proportion; unset: as `rollout` has prompts and
-            answers.
-        new_tokens: longest answer in tokens if neither the caller nor a run says it.
-        prompts: all questions, if they are known: their longest is that of `rollout`, unless it is set.
+        model: as in `generate`.
+        more: settings from a command line, KEY=VALUE, which override `settings`.
+        asked: what the caller sets about the answers.
+        slots: minimum number of prompts answered at the same time.
+        context: longest prompt plus answer in tokens, divided in any way; unset: the sum of the limits in `rollout`.
+        new_tokens: longest answer in tokens if neither the caller nor a run sets it.
+        prompts: all questions, if known; the longest one then sets `rollout.max_prompt_tokens`, unless that is set.
         settings: settings of the config, as keyword arguments of `generate`.
 
     Raises:
@@ -197,7 +194,7 @@ def open_model(
     fork = run_of(model)
     prepare_platform()
     files = [] if fork is None else [as_path(fork.run) / CONFIG]
-    devices = len(find_devices())  # slots and rows are split over all of them
+    devices = len(find_devices())  # slots and rows are split over all devices
     rounded = {"slots": slots, "prefill_rows": min(4, slots)}
     sizes: dict[str, Plain] = {f"rollout.{key}": -(-n // devices) * devices for key, n in rounded.items()}
     bare: dict[str, Plain] = {"model": str(model), "tasks": [{"name": "arithmetic"}]}
@@ -213,15 +210,15 @@ def open_model(
     lengths: dict[str, Plain] = {"rollout.max_new_tokens": sampling.max_new_tokens}
     if context is not None:
         lengths = {"rollout.max_prompt_tokens": context - 1, "rollout.max_new_tokens": 1}
-    lengths["rollout.repetition_penalty"] = sampling.repetition_penalty  # the first decode program is made for it
-    config = load_settings(files, [*before, *given, *_overrides({**UNUSED, **lengths})], os.environ).config
-    opened = make_model(config)
+    lengths["rollout.repetition_penalty"] = sampling.repetition_penalty  # the first decode program depends on it
+    checked = load_settings(files, [*before, *given, *_overrides({**UNUSED, **lengths})], os.environ)
+    config, opened = checked.config, make_model(checked.config)
     if prompts and config.rollout.max_prompt_tokens is None:
         longest = max(map(len, _encoded(prompts, opened.tokenizer, answering)))
         room = opened.decoder.max_positions - sampling.max_new_tokens
         fitting = {"max_prompt_tokens": max(longest, min(rounded_up(longest), room))}
         config = config.model_copy(update={"rollout": config.rollout.model_copy(update=fitting)})
-    spec = resolve_rollout(config, resolve_recipe(config), opened.decoder, opened.machine)
+    spec = resolve_rollout(config, checked.recipe, opened.decoder, opened.machine)
     rollouts = Sampler(spec, opened.decoder, opened.tokenizer, opened.mesh)
     with giving_back_memory(), contextlib.closing(rollouts):
         rollouts.compile_ahead()
@@ -230,7 +227,7 @@ def open_model(
 
 
 def _noticed(answering: Answering) -> Answering:
-    """The same; prints a notice if the run's tasks answer differently."""
+    """Return `answering`, and print its notice, if any."""
     if answering.notice:
         print(answering.notice, file=sys.stderr)
     return answering
@@ -241,9 +238,9 @@ def _overrides(settings: Mapping[str, Plain]) -> list[Override]:
 
 
 def _check_given_once(asked: Asked, keys: Container[str], *, shared: bool) -> None:
-    """Raise ValueError if an argument is also among the settings `keys`, or one of them is the context's business.
+    """Raise ValueError if an argument is also set in `keys`, or if `keys` sets lengths that follow from the context.
 
-    `shared`: prompts and answers share a context.
+    `shared`: whether prompts and answers share a context.
     """
     for name in ("max_new_tokens", "temperature", "repetition_penalty"):
         if getattr(asked, name) is not None and f"rollout.{name}" in keys:
@@ -268,12 +265,12 @@ def evaluate(
 
     Args:
         model: a run's folder (`runs/demo`, `runs/demo@20`), or a model as in a config.
-        data: as `eval_data` of `podium.grpo`, or a task's class; unset: the run's held-out questions.
+        data: like `eval_data` of `podium.grpo`, or a task's class; unset: the run's held-out questions.
         rewards: the first one decides what is correct; unset: the run's, or `podium.math_equal`.
         subset: configuration of a hub data set.
-        question: column of the question; unset: `question`, `prompt` or `problem`, of which rows then have one.
+        question: column of the question; unset: whichever of `question`, `prompt` and `problem` exists.
         answer: column of the answer.
-        system_prompt: first message of every conversation; unset: the run's.
+        system_prompt: system message of every conversation; unset: the run's.
         settings: settings of the config, such as `eval={"samples": 8, "greedy": False, "questions": 100}`.
 
     Raises:
@@ -294,9 +291,12 @@ def evaluate(
             questions = Questions(asked, None if is_task(data) else asked, None, question, answer)
             given += task_settings(questions, correct, folder=Path(folder), system_prompt=system_prompt)
         elif known is None:
-            raise ValueError(f"evaluate: {model} is a model, not a run, so it has no dataset; pass data=")
+            raise ValueError(f"evaluate: {model} is a model, not a run, so it has no data; pass data=")
         elif rewards is not None or subset is not None or question is not None:
-            raise ValueError("evaluate: rewards, subset and question go with data; a run's own data is as in the run")
+            raise ValueError(
+                "evaluate: rewards, subset and question need data; without data, the run's own questions and rewards "
+                "are used"
+            )
         else:
             own = {} if system_prompt is None else {"system_prompt": system_prompt}
             tasks = [each.model_dump() | {"rewards": {each.correct: 1.0}} | own for each in known.tasks]

@@ -23,7 +23,7 @@ STEPS_SHOWN = 4
 """Decode steps between updates of the shown text."""
 CONTEXT_TOKENS = 2048
 """Maximum length of a conversation in tokens, if the model allows it."""
-HELP = "Enter alone: log-probabilities of the last answer;  /new: forget the conversation;  /exit or Ctrl-D: leave"
+HELP = "Enter: log-probabilities of the last answer; /new: new conversation; /exit or Ctrl-D: leave"
 
 
 class Conversation:
@@ -37,7 +37,7 @@ class Conversation:
         seed: int,
         notice: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Start with the system prompt, if any; `notice` is called with each line for the user."""
+        """Start with the system prompt, if any; `notice` is called with each notice to the user."""
         self.rollouts = rollouts
         self.sampling = answering.sampling
         self.seed = seed
@@ -54,7 +54,7 @@ class Conversation:
         self.tokens: list[int] = []
         """Tokens of the last answer."""
         self.logprobs: list[float] = []
-        """Their log-probabilities."""
+        """Log-probabilities of `tokens`."""
 
     def answer(self, text: str) -> Iterator[str]:
         """Yield pieces of the answer as they are generated. Raises ValueError if the conversation no longer fits."""
@@ -66,7 +66,7 @@ class Conversation:
         engine = self.rollouts.engine
         room = engine.config.longest - 1
         if asked > room:
-            raise ValueError(f"the conversation has {asked} tokens, and {room} fit; /new begins another")
+            raise ValueError(f"the conversation has {asked} tokens, and only {room} fit; /new starts another one")
         self.tokens = []
         self.logprobs = []
         said = ""
@@ -94,7 +94,7 @@ class Conversation:
         try:
             return TurnFormat(tokenizer.chat_format, stop_tokens=tokenizer.eos_tokens)
         except TurnFormatError as error:
-            self._notice(f"the whole conversation is read again at each turn: {error}")
+            self._notice(f"the whole conversation is processed again at each turn: {error}")
             return None
 
     def _unread(self, question: Message) -> list[int]:
@@ -131,7 +131,7 @@ class Conversation:
 def chat(model: str, *, asked: Asked, seed: int, console: Console, lines: Iterable[str]) -> int:
     """Answer lines until they end, printing each answer as it is generated; returns the exit status of `podium chat`.
 
-    A run answers as in its training, but for what is `asked`.
+    A run answers as in its training, except for what `asked` overrides.
 
     Raises ValueError if the model is unusable.
     """
@@ -180,7 +180,7 @@ def _say(conversation: Conversation, text: str, console: Console) -> None:
 def shaded(pieces: Sequence[str], logprobs: Sequence[float]) -> Text:
     """Tokens with their probabilities in percent, unlikely ones highlighted, and the mean log-probability."""
     if not pieces:
-        return Text("nothing was answered yet", style="dim")
+        return Text("no answer yet", style="dim")
     text = Text()
     for piece, logprob in zip(pieces, logprobs, strict=True):
         share = math.exp(logprob)

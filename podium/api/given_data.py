@@ -37,7 +37,7 @@ def overrides(settings: Mapping[str, object], prefix: str = "") -> Iterator[Over
 
 
 def _plain(value: object) -> Plain:
-    """Convert a value to one that YAML can hold."""
+    """Convert a value to a form that YAML can hold."""
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if isinstance(value, Mapping):
@@ -68,7 +68,7 @@ def task_settings(
 ) -> list[Override]:
     """The settings of a task made of questions, rewards, tools and an environment.
 
-    Rows are written to files below `folder`. Raises ValueError for arguments that do not go together.
+    Rows are written to files below `folder`. Raises ValueError for arguments that cannot be combined.
     """
     _check(questions, environment)
     data, eval_data, subset, question, answer = questions
@@ -102,32 +102,34 @@ def task_settings(
     if path is not None:
         task["path"] = path
     if eval_data is not None:
-        of_both = subset if hub_id(eval_data) == dataset else None  # another set has other configurations
+        of_both = subset if hub_id(eval_data) == dataset else None  # another data set has other configurations
         task["eval_path"] = data_file(eval_data, folder, "eval_data", subset=of_both)
     return [Override("tasks", [task], "argument data"), *threads]
 
 
 def _check(questions: Questions, environment: object) -> None:
-    """Raise ValueError for arguments that do not go together."""
+    """Raise ValueError for arguments that cannot be combined."""
     data, subset = questions.data, questions.subset
     if data is None and environment is None:
-        raise ValueError("data: none given; only an environment can do without")
+        raise ValueError("data: none given; pass data, which may be missing only with an environment")
     if data is not None and is_task(data):
         if questions.eval_data is not None:
             raise ValueError("eval_data: a task has its own evaluation questions; leave it out")
     elif data is not None and subset is not None and hub_id(data) is None:
-        raise ValueError(f"subset: {subset!r} names a part of a data set of the hub, and data is none; leave it out")
+        raise ValueError(
+            f"subset: {subset!r} selects a part of a data set on the hub, and data is not one; leave it out"
+        )
 
 
 def _is_code(dataset: str | None, path: str | None) -> bool:
-    """Whether a set of the hub, or else a file, has code to write instead of answers to compare."""
+    """Whether a data set on the hub, or a file, asks for code instead of answers to compare."""
     return dataset in CODE_SETS if path is None else holds_code(path)
 
 
 def _held(
     tools: Sequence[Callable[..., object] | str], environment: Callable[..., object] | str | None
 ) -> dict[str, Plain]:
-    """The names of tools and environment as a task's settings."""
+    """The settings of a task for these tools and this environment."""
     held: dict[str, Plain] = {}
     if environment is not None:
         held["environment"] = environment if isinstance(environment, str) else name_of(environment)
@@ -137,12 +139,12 @@ def _held(
 
 
 def _converses(task: object) -> bool:
-    """Whether a task's class has conversations or tools of its own."""
+    """Whether a task's class itself defines conversations or tools."""
     return hasattr(task, "open") or hasattr(task, "tools")
 
 
 def _pays(environment: Callable[..., object] | str) -> bool:
-    """Whether an environment pays its own reward."""
+    """Whether an environment gives a reward."""
     name = environment if isinstance(environment, str) else name_of(environment)
     held = conversing(TaskConfig(name="environment", environment=name))
     return held is not None and held.rewards
@@ -166,7 +168,7 @@ def reward_parts(rewards: Rewards) -> tuple[dict[str, float], str | None]:
             raise ValueError(f"rewards: {name} is listed twice; keep one")
         parts[name] = float(weight)
     if not parts:
-        raise ValueError("rewards: none given; pass podium.math_equal, or a function of yours")
+        raise ValueError("rewards: none given; pass podium.math_equal, or your own function")
     if match is None and not any(is_path(name) for name in parts):
-        raise ValueError(f"rewards: {', '.join(parts)} alone do not define a correct answer; add podium.math_equal")
+        raise ValueError(f"rewards: {', '.join(parts)} do not define when an answer is correct; add podium.math_equal")
     return parts, match

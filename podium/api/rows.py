@@ -11,6 +11,7 @@ from typing import Protocol, TypeGuard
 import numpy as np
 
 from podium.files import write_atomically
+from podium.patience import patiently
 from podium.tasks.known_sets import SUBSETS
 from podium.tasks.question_files import NARROW, READERS, any_of, floats_as_written, kinds_of, refuse_repeated
 
@@ -27,7 +28,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def hub_id(data: object) -> str | None:
-    """The data if it is the id of a hub data set, `owner/name`; None for an existing path, and for anything else."""
+    """Return `data` if it is the id of a hub data set, `owner/name`; None for an existing path or anything else."""
     if not isinstance(data, str) or not _HUB_ID.fullmatch(data) or Path(data).expanduser().exists():
         return None
     return None if Path(data).suffix in READERS else data
@@ -51,7 +52,7 @@ def data_file(
         subset: configuration of a hub data set.
 
     Raises:
-        ValueError: there is no such file or split, an item is not a row, or it holds a value that JSON cannot
+        ValueError: the file or split does not exist, an item is not a row, or a row contains a value that JSON cannot
             represent.
     """
     if name := hub_id(data):
@@ -60,7 +61,7 @@ def data_file(
         return _existing(str(data), what)
     lines = [_line(row, f"{what}: row {index}") + "\n" for index, row in enumerate(_rows(data, what, splits))]
     if not lines:
-        raise ValueError(f"{what}: it has no rows")
+        raise ValueError(f"{what}: it has no rows; give at least one")
     text = "".join(lines)
     path = folder / f"{what}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl"
     if not path.exists():
@@ -73,18 +74,17 @@ def _existing(path: str, what: str) -> str:
     """Return the path. Raises ValueError if it does not exist."""
     if not Path(path).expanduser().exists():
         raise ValueError(
-            f"{what}: there is no file or folder {path}; give a {any_of()} file, a folder, or a data set of the hub as"
-            " owner/name"
+            f"{what}: {path} does not exist; give a {any_of()} file, a folder, or a data set on the hub as owner/name"
         )
     return path
 
 
 def _line(row: object, where: str) -> str:
-    """A row as a line of JSON. Raises ValueError, which begins with `where`, if it is not a row that JSON can hold."""
+    """A row as a line of JSON. Raises ValueError, beginning with `where`, if it is not a row that JSON can hold."""
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} is {row!r:.80}; expected a dict, such as {{'question': ..., 'answer': ...}}")
     if unnamed := [name for name in row if not isinstance(name, str)]:
-        raise ValueError(f"{where}: a column's name is {unnamed[0]!r}; names must be text")
+        raise ValueError(f"{where}: the column name {unnamed[0]!r} is not text; rename it")
     try:
         return json.dumps(dict(row), ensure_ascii=False, default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
@@ -101,7 +101,7 @@ def _rows(data: object, what: str, splits: Sequence[str]) -> Iterable[object]:
         refuse_repeated(what, list(data.columns))
         narrow = [name for name, kind in data.dtypes.items() if str(kind) in NARROW]
         data = data.astype(dict.fromkeys(narrow, str)).astype(dict.fromkeys(narrow, float))
-        return data.astype(object).where(data.notna(), None).to_dict("records")  # a value that is missing is NaN
+        return data.astype(object).where(data.notna(), None).to_dict("records")  # missing values are NaN
     if not isinstance(data, Iterable):
         raise ValueError(f"{what}: {data!r:.80} has no rows; give dicts, a datasets.Dataset, a DataFrame or a file")
     kinds = kinds_of(data)
@@ -109,29 +109,29 @@ def _rows(data: object, what: str, splits: Sequence[str]) -> Iterable[object]:
 
 
 def _has_splits(data: Mapping[object, object]) -> bool:
-    """Whether a mapping is of splits, which hold rows, rather than of columns, which hold values."""
+    """Whether a mapping contains splits, which hold rows, instead of columns, which hold values."""
     return all(map(_may_be_rows, data.values()))
 
 
 def _may_be_rows(values: object) -> bool:
-    """Whether an entry is a table, a list that begins with a row, or a collection that cannot be looked at."""
+    """Whether an entry is a table, a list that begins with a row, or an iterable that cannot be inspected."""
     if _is_pandas(values) or hasattr(values, "to_dicts"):
         return True
     if isinstance(values, str) or not isinstance(values, Iterable):
         return False
-    if not hasattr(values, "__getitem__"):  # a generator, which has its rows once
+    if not hasattr(values, "__getitem__"):  # a generator, which can be read only once
         return True
     return isinstance(next(iter(values), None), Mapping | None)
 
 
 def _split(data: Mapping[object, object], what: str, splits: Sequence[str]) -> Iterable[object]:
-    """The rows of the first of these splits that there is. Raises ValueError if there is none of them."""
+    """The rows of the first of these splits that exists. Raises ValueError if none exists."""
     found = next((name for name in splits if name in data), None)
     if found is None:
         first = next(iter(data), splits[0])
         raise ValueError(
-            f"{what}: it has the splits {', '.join(map(str, data)) or 'none'}, and {' or '.join(splits)} is read;"
-            f" give one split: {what}=data[{first!r}]"
+            f"{what}: it has the splits {', '.join(map(str, data)) or 'none'}, and {' or '.join(splits)} is needed; "
+            f"give one split: {what}=data[{first!r}]"
         )
     return _rows(data[found], what, splits)
 
@@ -141,7 +141,7 @@ def _transposed(data: Mapping[object, object], what: str) -> Iterable[object]:
     columns: dict[object, list[object]] = {}
     for name, values in data.items():
         if isinstance(values, str) or not isinstance(values, Iterable):
-            raise ValueError(f"{what}: it is one row, {dict(data)!r:.80}; give a list of rows: {what}=[...]")
+            raise ValueError(f"{what}: it is a single row, {dict(data)!r:.80}; give a list of rows: {what}=[...]")
         if isinstance(values, Mapping):
             raise ValueError(f"{what}: its entry {name!r} is a dict; expected rows of a split, or a column's values")
         columns[name] = list(values)
@@ -172,13 +172,13 @@ def _is_pandas(data: object) -> TypeGuard[_DataFrame]:
 
 
 def _hub_splits(name: str, subset: str | None, what: str) -> object:
-    """The splits of a hub data set. Raises ValueError if it cannot be loaded."""
+    """Load the splits of a hub data set. Raises ValueError if it cannot be loaded."""
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(f"{what}: data sets of the hub need `datasets`: pip install 'podium-rl[data]'") from error
+        raise ValueError(f"{what}: data sets on the hub need `datasets`: pip install 'podium-rl[data]'") from error
     try:
-        return datasets.load_dataset(name, subset or SUBSETS.get(name))
+        return patiently(lambda: datasets.load_dataset(name, subset or SUBSETS.get(name)), f"the hub, for {name}")
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(f"{what}: could not load {name} from the hub: {error}") from error
 
@@ -188,7 +188,7 @@ def _plain(value: object) -> object:
     if isinstance(value, decimal.Decimal):
         return str(value)
     if isinstance(value, np.floating) and value.dtype.itemsize < 8:
-        return float(str(value))  # the number that was written, 0.1 and not 0.10000000149011612
+        return float(str(value))  # the number as written: 0.1 rather than 0.10000000149011612
     if callable(tolist := getattr(value, "tolist", None)):
         return tolist()
     if isinstance(value, Mapping):

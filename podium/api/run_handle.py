@@ -23,7 +23,7 @@ class Run:
     """A run's folder. Every access reads the files again, so a run that is still training can be inspected."""
 
     def __init__(self, path: str | Path) -> None:
-        """Open the run in a folder. Raises ValueError if the folder holds no run."""
+        """Open the run in a folder. Raises ValueError if the folder does not contain a run."""
         self.path = as_path(str(path))
         self._fork = parse_fork(str(path))
 
@@ -89,7 +89,9 @@ class Run:
         system_prompt: str | None = None,
         **settings: object,
     ) -> "Evaluated":
-        """Evaluate its weights on `data`, or on its own held-out questions; the others are of `podium.evaluate`."""
+        """Evaluate the run's weights on `data`, or on the run's held-out questions; other arguments as in
+        `podium.evaluate`.
+        """
         from podium.api.answers import evaluate
 
         return evaluate(
@@ -114,9 +116,9 @@ class Run:
     ) -> Path:
         """Export the run's weights (of `step`, or the newest) as a Hugging Face model; returns the folder.
 
-        `push` is the `user/name` on the hub to upload it to.
+        `push` is the `user/name` on the hub to upload the folder to.
 
-        Raises ValueError if there is no such checkpoint, or if the folder is not empty.
+        Raises ValueError if the checkpoint does not exist, or if the folder is not empty.
         """
         from podium.train.export import export_run
 
@@ -134,7 +136,7 @@ class Run:
         return str(self.path) if step is None else f"{self.path}@{step}"
 
     def _repr_html_(self) -> str:
-        """Show the reward curve and what the run gained in a notebook."""
+        """Show the reward curve and the improvement in a notebook."""
         history = read_history(self.path)
         rewards, accuracies = history.points(REWARD), history.points(ACCURACY)
         curve = curve_image(self.path.name, rewards, accuracies) if rewards else ""
@@ -150,7 +152,7 @@ class Run:
         return curve + table((), facts)
 
     def __repr__(self) -> str:
-        """Show its folder and its newest checkpoint."""
+        """Show the run's folder and its newest checkpoint."""
         steps = self.steps
         return f"Run({str(self.path)!r}, step {steps[-1] if steps else 0})"
 
@@ -161,5 +163,5 @@ def _first_and_last(points: Sequence[Point]) -> str:
 
 
 def load_run(path: str | Path) -> Run:
-    """Open the run in a folder, such as `runs/demo`. Raises ValueError if the folder holds no run."""
+    """Open the run in a folder, such as `runs/demo`. Raises ValueError if the folder does not contain a run."""
     return Run(path)

@@ -10,9 +10,10 @@ RECURRENT_BAR = 3e-5
 """Tolerance of losses and gradients of a decoder with recurrent layers. A state passes float32's rounding on from token
 to token: meshes that cut the same sums otherwise differ as much as one device does from float64 (1.1e-5)."""
 RUN_BAR = 1e-4
-"""Tolerance of losses and gradients in a run, where the policy has left its sampler, reference and teacher. Their
-log-probabilities are rounded too, and a loss may multiply that: by an exponential (k3), or by the deviation of rewards
-that hardly differ (k1_reward). A CPU with AVX2 alone was off by up to 3.5e-5; bugs that are planted in runs are red."""
+"""Tolerance of losses and gradients in a run, where the policy has moved away from its sampler and from the models that
+it is compared with. Their log-probabilities are rounded too, and a loss may multiply that rounding: by an exponential
+(k3), or by the deviation of rewards that hardly differ (k1_reward). A CPU with AVX2 alone was off by up to 3.5e-5; bugs
+that are planted in runs are red."""
 
 
 def largest(differences: Iterable[float]) -> float:
@@ -31,7 +32,7 @@ class Check:
     difference: float
     bar: float = BAR
     after: tuple[str, ...] = ()
-    """Names of checks whose failure makes this one fail too."""
+    """Names of the checks whose failure makes this one fail too."""
 
     @property
     def ok(self) -> bool:

@@ -5,7 +5,6 @@ gradient wrong too. Differences are relative differences of norms in float32; wh
 is 0.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
@@ -14,14 +13,13 @@ import jax
 import numpy as np
 
 from podium.accelerators import kernels_of
-from podium.algorithms.advantages import VALUES
-from podium.algorithms.recipes import ENTROPY, OLD_LOGPROBS, REFERENCE_LOGPROBS
 from podium.certify.batches import OF_BATCH, batch_checks
 from podium.certify.check_result import Check, largest
 from podium.certify.compared import training_checks
 from podium.certify.formulas import CLAIMS, formula_checks
 from podium.certify.long_sequences import long_checks
 from podium.certify.rollout_devices import DEVICES, device_mesh, rollout_device_checks
+from podium.certify.small_run import of_rewards_alone
 from podium.certify.subject import ROW_TOKENS, Subject, make_group, one_device
 from podium.certify.tiny import tiny_clone
 from podium.certify.updates import (
@@ -36,7 +34,6 @@ from podium.certify.updates import (
     usable_form,
 )
 from podium.config.attention_blocks import KERNELS
-from podium.config.critic_section import CriticConfig
 from podium.config.lora import TARGETS
 from podium.config.mesh import mesh_sizes
 from podium.config.schema import Attention, Remat
@@ -48,11 +45,11 @@ from podium.train.step import make_score, shard_batch
 
 MESHES = (("dp:2,fsdp:2,tp:2", "dp:2,fsdp:4", "dp:2,tp:2", "dp:2"), ("fsdp:8", "fsdp:4", "fsdp:2,tp:2", "fsdp:2"))
 SPLIT_ROWS = (("fsdp:2,sp:4", "sp:4", "fsdp:2,sp:2", "sp:2"),)
-"""From each tuple, the first mesh for which there are enough devices and which divides the model is used."""
+"""Meshes in order of preference: from each tuple, the first with enough devices that divides the model is used."""
 OTHER_TEMPERATURE = 0.7
 CHUNK_TOKENS = 7 * 16  # 7 positions of 16 rows: they do not divide a row
 AS_CONFIGURED = "as configured"
-"""The form with the config's own settings: its check comes last, since a bug in any other form may show here too."""
+"""The form with the config's own settings: its check comes last, since a bug in any other form may show in it too."""
 BESIDE_UNPACKED = ("packing", "shared prompts")
 LONG_ROW = 160  # tokens: more than two blocks of attention
 
@@ -61,7 +58,7 @@ def model_checks(updates: Updates) -> Iterator[Check]:
     """Check the log-probabilities of trainer and sampler, and which matrices have adapters."""
     subject = updates.subject
     sequences, temperature = subject.sequences, subject.config.rollout.temperature
-    tokens, starts = np.asarray(sequences.tokens), np.asarray(sequences.starts)
+    tokens, starts = sequences.tokens, sequences.starts
     adapters = () if subject.user.lora is None else ("adapters",)
     if adapters:
         yield Check(
@@ -91,29 +88,17 @@ def model_checks(updates: Updates) -> Iterator[Check]:
 
 
 def scoring_checks(updates: Updates) -> Iterator[Check]:
-    """Check the scores by other models, and by the policy before a step, if the algorithm reads any."""
-    subject, form = updates.subject, usable_form(UNPACKED, updates.recipe)
-    sequences = subject.sequences
-    tokens, starts, valid = (np.asarray(x) for x in (sequences.tokens, sequences.starts, sequences.valid))
-    known = {
-        REFERENCE_LOGPROBS: lambda: np.asarray(sequences.reference_logprobs),
-        OLD_LOGPROBS: lambda: subject.naive_scores(tokens, starts, subject.weights).logprobs,
-        ENTROPY: lambda: subject.naive_scores(tokens, starts, subject.weights).entropy,
-        VALUES: lambda: np.asarray(sequences.values),
-    }
-    wanted = {VALUES} if updates.recipe.learns_values else set[str]()
-    wanted |= known.keys() & set(updates.recipe.scorers)
-    if not wanted:
-        return
-    found = updates.scores(form)
-    pairs = [(found[name][valid], known[name]()[valid]) for name in sorted(wanted)]
-    yield Check(
-        name="scoring models",
-        claim="log-probabilities of the reference and of the policy before the step, its entropies, and the values of a"
-        " critic are those of their weights",
-        difference=largest(float(np.abs(own - expected).max() / np.abs(expected).max()) for own, expected in pairs),
-        after=(*OF_BATCH, "log-probabilities", "temperature"),
-    )
+    """Check the scores that the algorithm reads: by other models, and by the policy before a step."""
+    expected, valid = updates.subject.sequences.scores, updates.subject.sequences.valid
+    found = updates.scores(usable_form(UNPACKED, updates.recipe))
+    pairs = [(found[name][valid], expected[name][valid]) for name in updates.subject.rules.read_scores if name in found]
+    if pairs:
+        yield Check(
+            name="scoring models",
+            claim="each model's scores of tokens, and the policy's before the step, are those of its own weights",
+            difference=largest(np.abs(own - naive).max() / np.abs(naive).max() for own, naive in pairs),
+            after=(*OF_BATCH, "log-probabilities", "temperature"),
+        )
 
 
 def _score_error(updates: Updates, temperature: float, expected: list[np.ndarray]) -> float:
@@ -126,7 +111,7 @@ def _score_error(updates: Updates, temperature: float, expected: list[np.ndarray
     batch = shard_batch(updates.batch(UNPACKED), settings.computing)
     rows = np.concatenate(np.asarray(make_score(settings)(subject.params(one_device()), batch)))  # a completion in each
     starts = [len(group.tokens) - 1 for group in subject.groups for _ in group.transcripts]
-    drawn = [np.flatnonzero(own) for own in np.asarray(subject.sequences.valid)]
+    drawn = [np.flatnonzero(own) for own in subject.sequences.valid]
     kept = [(start, at, wanted) for start, at, wanted in zip(starts, drawn, expected, strict=True) if len(at)]
     pairs = [(row[start + at], wanted[at]) for row, (start, at, wanted) in zip(rows, kept, strict=False)]
     found, wanted = (np.concatenate(each) for each in zip(*pairs, strict=True))
@@ -134,7 +119,7 @@ def _score_error(updates: Updates, temperature: float, expected: list[np.ndarray
 
 
 def adapter_errors(subject: Subject) -> float:
-    """Number of parameters that are wrongly trained or wrongly not trained, plus 1 if the scale is wrong."""
+    """Number of parameters that are trained and should not be, or the reverse, plus 1 if the scale is wrong."""
     config, clone = subject.user.lora, tiny_clone(find_decoder(subject.user))
     assert config is not None
     if (lora := clone.lora) is None:
@@ -177,15 +162,13 @@ def update_checks(updates: Updates) -> Iterator[Check]:
     )
     recipe = subject.recipe
     if recipe.learns_values:
-        yield _value_check(updates, causes)
-        return  # completions of equal reward differ from what the critic expects
+        for name, model in subject.models.items():
+            if model.role.learning is not None:
+                yield _value_check(updates, name, model.role.learning.clip, causes)
+        return  # even if rewards are equal, they differ from the values that were expected
     if recipe.demonstrations:
         return  # their advantage is 1, whatever their reward
-    if recipe.kl != "none" or recipe.entropy_bonus or recipe.teacher or recipe.loss == "kl_cov":
-        options = {**recipe.loss_options, **({"kl_weight": 0.0} if recipe.loss == "kl_cov" else {})}
-        alone = dataclasses.replace(
-            recipe, kl="none", kl_coef=0.0, entropy_bonus=0.0, teacher=None, loss_options=options
-        )
+    if (alone := of_rewards_alone(recipe)) != recipe:
         updates = Updates(subject, alone)
     equal = [
         make_group(
@@ -206,15 +189,14 @@ def update_checks(updates: Updates) -> Iterator[Check]:
     )
 
 
-def _value_check(updates: Updates, causes: tuple[str, ...]) -> Check:
-    """Compare an update of the critic, in packed rows of several micro-batches, with the naive one."""
-    clip = (updates.subject.config.critic or CriticConfig()).clip
-    found, naive = updates.value_update(Form(rows=2), clip=clip)
+def _value_check(updates: Updates, name: str, clip: float | None, causes: tuple[str, ...]) -> Check:
+    """Compare an update of the model in this role, in packed rows of several micro-batches, with the naive one."""
+    found, naive = updates.value_update(name, Form(rows=2), clip=clip)
     errors = (relative(found.gradient[name], value) for name, value in naive.gradient.items())
     difference = largest((abs(found.loss - naive.loss) / naive.loss, *errors))
     return Check(
         name="value update",
-        claim="the critic's loss and gradient equal those of the clipped squared error, computed in float64",
+        claim=f"the {name}'s loss and gradient equal those of the clipped squared error, computed in float64",
         difference=difference,
         bar=updates.bar(difference),
         after=causes,
@@ -254,7 +236,7 @@ def _forms(subject: Subject) -> Iterator[tuple[str, str, tuple[str, ...], Form]]
         yield f"devices {_split(mesh)}", f"on {mesh.size} devices that split the tokens of rows", packed, form
     yield "micro-batches", "in several micro-batches", (*packed, "gradient"), Form(rows=2)
     for choice in usable_attention():
-        if choice != "reference":
+        if choice != PLAIN["attention"]:
             form = Form(rows=2, row_tokens=LONG_ROW, train={**PLAIN, "attention": choice})
             yield f"attention {choice}", f"with train.attention {choice}, in rows of several blocks", packed, form
     for choice in get_args(Remat):
@@ -262,7 +244,7 @@ def _forms(subject: Subject) -> Iterator[tuple[str, str, tuple[str, ...], Form]]
             yield f"remat {choice}", f"with train.remat {choice}", packed, Form(train={**PLAIN, "remat": choice})
     chunks, groups = {**PLAIN, "head_chunk_tokens": CHUNK_TOKENS}, {**PLAIN, "layer_chunk_tokens": ROW_TOKENS}
     yield "head chunks", "with the head in chunks, the last one shorter", packed, Form(train=chunks)
-    if jax.devices()[0].platform == "tpu" and subject.rules.teacher_loss == "sampled":
+    if jax.devices()[0].platform == "tpu" and subject.rules.compared is None:
         yield "head fused", "with the head as a kernel", packed, Form(train={**chunks, "head": "fused"})
     yield "layer chunks", "with layers that compute some rows at a time", packed, Form(train=groups)
     yield AS_CONFIGURED, "with the config's own settings of train", packed, Form(train={})
@@ -310,8 +292,8 @@ def skipped(subject: Subject) -> Iterator[str]:
         yield f"attention kernel: needs {' or '.join(KERNELS)}, and this machine has {jax.devices()[0].platform}"
     if parts := resolve_recipe(subject.user).loss_parts:
         yield f"parts of the loss: {', '.join(parts)} have no naive form; the recipe is checked without them"
-    if subject.rules.teacher_loss == "full":
-        yield "head fused: it computes no logits to compare with a teacher's"
+    if subject.rules.compared is not None:
+        yield "head fused: it computes no logits, and this loss compares whole distributions"
     elif jax.devices()[0].platform != "tpu":
         yield f"head fused: needs tpu, and this machine has {jax.devices()[0].platform}"
 

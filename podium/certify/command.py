@@ -11,7 +11,8 @@ from rich.console import Console
 from podium.certify.check_result import Certificate, Check
 from podium.certify.checks import STAGES, skipped
 from podium.certify.report import as_object, print_certificate
-from podium.certify.subject import Subject, make_subject
+from podium.certify.small_run import make_subject
+from podium.certify.subject import Subject
 from podium.certify.updates import Updates
 from podium.compiler import add_xla_flags, quick_flags
 from podium.config.schema import Config
@@ -59,8 +60,8 @@ def make_certificate(
 ) -> Certificate:
     """Run all checks of a subject; `progress` is called with the name of each check as it finishes.
 
-    An error after a red check ends the checks: what the same bug makes may have a form that cannot be compared. Without
-    a red check it is raised.
+    An error after a red check ends the checks, since the same bug may have made arrays that cannot be compared. An
+    error without a red check before it is raised.
     """
     start = time.perf_counter()
     updates = Updates(subject)
@@ -73,7 +74,7 @@ def make_certificate(
     except Exception as error:
         if all(check.ok for check in found):
             raise
-        missing.append(f"all checks after {found[-1].name}: {type(error).__name__} ({error}); mend the red ones first")
+        missing.append(f"all checks after {found[-1].name}: {type(error).__name__} ({error}); fix the red ones first")
     return Certificate(
         config=subject.user.name or subject.user.model,
         subject=_in_words(subject, full),

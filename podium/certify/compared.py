@@ -23,12 +23,12 @@ from podium.certify.naive_draws import request_seed
 from podium.certify.naive_optimizer import NaiveOptimizer
 from podium.certify.numbers_task import LetterBackend, Numbers
 from podium.certify.prompt_order import superfluous, taken_prompts
-from podium.certify.subject import Subject, episodes_of, make_subject, shortest_prompt
+from podium.certify.small_run import make_subject, with_other_options
+from podium.certify.subject import Subject, episodes_of, shortest_prompt
 from podium.certify.talk import Asked, asked, is_right
 from podium.certify.tiny import Arrays
-from podium.certify.training import OptimizerStep, Step, Training, watch_training, with_other_options
+from podium.certify.training import OptimizerStep, Step, Training, watch_training
 from podium.certify.updates import Updates, weight_difference
-from podium.config.critic_section import CriticConfig
 from podium.config.optimizer import OptimizerConfig
 from podium.models.params import trained_specs
 from podium.sampling.groups import Group
@@ -49,7 +49,6 @@ OF_UPDATE = (
     "optimizer steps",
 )
 """Names of the checks that explain red ones of a run's updates."""
-OF_RUN = ("moving reference", "coefficients")
 
 
 def training_checks(updates: Updates) -> Iterator[Check]:
@@ -73,7 +72,7 @@ def training_checks(updates: Updates) -> Iterator[Check]:
     )
     yield evaluation_check(subject, training)
     if not subject.recipe.demonstrations:
-        yield _with_other_options(subject)
+        yield _with_other_options(subject, _causes(training))
 
 
 def _answer_checks(subject: Subject, training: Training) -> Iterator[Check]:
@@ -82,7 +81,7 @@ def _answer_checks(subject: Subject, training: Training) -> Iterator[Check]:
     talk = ("conversations",) if subject.converses else ()
     yield Check(
         name="order of prompts",
-        claim="prompts come in the seed's order, each once an epoch, and are trained on oldest first, none too old",
+        claim="prompts come in the seed's order, each once an epoch; steps take the oldest first, none too old",
         difference=float(sum(each.errors for each in taken)),
         bar=0,
         after=("mixture of tasks", "choice of prompts"),
@@ -111,7 +110,7 @@ def _answer_checks(subject: Subject, training: Training) -> Iterator[Check]:
     if not subject.recipe.demonstrations:
         yield Check(
             name="shares of right answers",
-            claim="the share of right answers to each prompt of a step is passed on once, to curricula and retirement",
+            claim="the share of right answers to each prompt of a step is reported once to curricula and retirement",
             difference=float(sum(_wrongly_learned(step) for step in training.steps)),
             bar=0,
             after=("episodes",),
@@ -119,13 +118,13 @@ def _answer_checks(subject: Subject, training: Training) -> Iterator[Check]:
 
 
 def _answers_fit(subject: Subject, training: Training) -> bool:
-    """Whether no answer is longer than the run allows."""
+    """Whether no answer is longer than the run allows, so that the naive form has room for all of them."""
     return fits(subject, [group for step in (*training.steps, training.resumed) for group in step.groups])
 
 
 def _update_checks(subject: Subject, training: Training) -> Iterator[Check]:
     """Check the run's optimizer steps, and what they change."""
-    followed = follow(subject, training)
+    followed, causes, learning = follow(subject, training), _causes(training), tuple(training.settings.learning)
     yield Check(
         name="optimizer steps",
         claim="a step makes one optimizer step per minibatch and update, as many as the config says",
@@ -133,13 +132,13 @@ def _update_checks(subject: Subject, training: Training) -> Iterator[Check]:
         bar=0,
         after=("every token once",),
     )
-    yield from _carried_checks(subject, followed)
+    yield from _carried_checks(subject, training, followed)
     yield Check(
         name="training",
         claim="loss and gradient of every optimizer step of a run equal the formulas, computed in float64",
         difference=largest(each.gradient_error for each in followed),
         bar=RUN_BAR,
-        after=(*OF_UPDATE, *OF_RUN, "critic"),
+        after=(*causes, *learning),
     )
     name = training.config.train.optimizer.name
     yield Check(
@@ -149,37 +148,46 @@ def _update_checks(subject: Subject, training: Training) -> Iterator[Check]:
         bar=_weight_bar(training.config.train.optimizer),
         after=("schedule", f"optimizer {name}", "optimizer steps"),
     )
-    if subject.recipe.learns_values:
-        yield from _critic_checks(training, followed, (*OF_UPDATE, *OF_RUN, "value update"))
+    for each in learning:
+        yield from _learning_checks(training, each, followed, (*causes, "value update"))
     yield Check(
         name="frozen weights",
         claim="only trained weights change, and only in updates",
         difference=float(_moved_elsewhere(subject, training)),
         bar=0,
-        after=("critic",),
+        after=learning,
     )
 
 
-def _critic_checks(training: Training, followed: Sequence[Followed], causes: tuple[str, ...]) -> Iterator[Check]:
-    """Check every update of the critic."""
-    critic = training.config.critic
-    assert critic is not None, "a run of a recipe with a critic sets how it learns"
+def _causes(training: Training) -> tuple[str, ...]:
+    """Names of the checks that explain red ones of a run's losses and gradients."""
+    return (*OF_UPDATE, *_moves(training), "coefficients")
+
+
+def _moves(training: Training) -> tuple[str, ...]:
+    """Names of the checks of models that follow the policy."""
+    return tuple(f"moving {name}" for name in training.settings.moving)
+
+
+def _learning_checks(
+    training: Training, name: str, followed: Sequence[Followed], causes: tuple[str, ...]
+) -> Iterator[Check]:
+    """Check every update of the model in the role `name`, which is trained beside the policy."""
+    learned = [each.learned[name] for each in followed]
     yield Check(
-        name="critic",
-        claim="the critic learns from every minibatch as often as the config says, with the formulas' gradient",
-        difference=largest(
-            (*(float(each.missing_of_critic) for each in followed), *(each.critic_error for each in followed))
-        ),
+        name=name,
+        claim=f"the {name} learns from every minibatch as often as the config says, with the formulas' gradient",
+        difference=largest((*(float(each.missing) for each in learned), *(each.error for each in learned))),
         bar=RUN_BAR,
         after=causes,
     )
     optimizer = training.config.train.optimizer
     yield Check(
-        name="new weights of the critic",
-        claim="every update of the critic produces the weights that its optimizer's formula gives for its gradient",
-        difference=_critic_weight_error(training, critic),
+        name=f"new weights of the {name}",
+        claim=f"every update of the {name} produces the weights that its optimizer's formula gives for its gradient",
+        difference=_learned_weight_error(training, name),
         bar=_weight_bar(optimizer),
-        after=("schedule", f"optimizer {optimizer.name}", "critic"),
+        after=("schedule", f"optimizer {optimizer.name}", name),
     )
 
 
@@ -190,8 +198,11 @@ def _weight_bar(optimizer: OptimizerConfig) -> float:
     return MUON_BAR if optimizer.name == "muon" else BAR
 
 
-def _with_other_options(subject: Subject) -> Check:
-    """Check a run with dropped groups, every term of the loss, and ratios to the trainer's own log-probabilities."""
+def _with_other_options(subject: Subject, causes: tuple[str, ...]) -> Check:
+    """Check a run with dropped groups, every term of the loss, and ratios to the trainer's own log-probabilities.
+
+    `causes` are the checks that explain red ones of the subject's own run.
+    """
     other = with_other_options(subject)
     training = watch_training(other, evaluated=False)
     followed = follow(other, training)
@@ -199,21 +210,21 @@ def _with_other_options(subject: Subject) -> Check:
     weights = _weight_error(other, training) / _weight_bar(training.config.train.optimizer) * RUN_BAR
     return Check(
         name="other options",
-        claim="the same holds with a KL, an entropy bonus, a correction, and groups, episodes and sure tokens left out",
+        claim="steps are right with a KL, an entropy bonus, a correction, and groups, episodes or tokens left out",
         difference=wrong or largest((weights, *(each.gradient_error for each in followed))),
         bar=RUN_BAR,
-        after=(*OF_UPDATE, *OF_RUN, "training", "new weights"),
+        after=(*causes, "training", "new weights"),
     )
 
 
-def _carried_checks(subject: Subject, followed: Sequence[Followed]) -> Iterator[Check]:
-    """Check what each step changes for the next: adapted coefficients, and a reference that moves."""
-    if subject.config.reference is not None:
+def _carried_checks(subject: Subject, training: Training, followed: Sequence[Followed]) -> Iterator[Check]:
+    """Check what each step changes for the next: adapted coefficients, and models that follow the policy."""
+    for name in training.settings.moving:
         yield Check(
-            name="moving reference",
-            claim="every few steps the reference becomes the mixture of itself and the policy that the config says",
+            name=f"moving {name}",
+            claim=f"every few steps the {name} becomes the mixture of itself and the policy that the config says",
             difference=largest(
-                weight_difference(each.step.models["reference"], each.reference_before, each.reference)
+                weight_difference(each.step.models[name], each.moved[name].before, each.moved[name].now)
                 for each in followed
             ),
         )
@@ -221,14 +232,14 @@ def _carried_checks(subject: Subject, followed: Sequence[Followed]) -> Iterator[
     if rules.kl_target is not None or rules.entropy_target is not None:
         yield Check(
             name="coefficients",
-            claim="weights of KL and entropy bonus follow what the run measures as their formulas say, step after step",
+            claim="weights of KL and entropy bonus follow the run's measurements by their formulas, step after step",
             difference=largest(each.coefs_error(rules) for each in followed),
-            after=(*OF_UPDATE, "moving reference"),
+            after=(*OF_UPDATE, *_moves(training)),
         )
 
 
 def _wrongly_learned(step: Step) -> int:
-    """Number of a step's groups whose share of right answers was not learned, or wrongly."""
+    """Number of a step's groups whose share of right answers was not reported, or reported wrongly."""
     shares = [(group.prompt.prompt.id, [reward.parts["correct"] for reward in group.rewards]) for group in step.groups]
     expected = sorted((question, min(1.0, sum(own) / len(own))) for question, own in shares)
     found = sorted(step.shares)
@@ -244,9 +255,9 @@ def _wrong_in_step(subject: Subject, training: Training, step: Step, numbers: Se
 
 
 def _wrong_episodes(subject: Subject, training: Training, group: Group, number: int) -> int:
-    """Number of episodes of the group at this place of the run with a wrong prompt, reply, end or reward.
+    """Number of wrong episodes of the group at this place of the run: with a wrong prompt, reply, end or reward.
 
-    With demonstrations: with a wrong prompt, or an answer that is not the data's.
+    A demonstration is wrong if its prompt or its answer is not the data's.
     """
     question, seed = group.prompt.prompt.id, request_seed(training.config.seed, "train", number)
     numbers = Numbers(TaskSource(), vocab=subject.decoder.vocab, shortest=shortest_prompt(subject.recipe))
@@ -270,7 +281,7 @@ def _wrong_episodes(subject: Subject, training: Training, group: Group, number: 
 
 
 def _has_greedy(subject: Subject, training: Training, group: Group, own: Asked) -> bool:
-    """Whether a group has a greedy completion of its prompt, which ends where it must and has its text's reward."""
+    """Whether a group has a greedy completion of its prompt that ends where it must and has the reward of its text."""
     greedy = group.greedy
     if greedy is None or not np.array_equal(greedy.transcript.prompt, group.transcripts[0].prompt):
         return False
@@ -287,9 +298,10 @@ def demonstrated(recipe: Recipe, prompt: Prompt) -> list[tuple[str, float]]:
 
 
 def _unlike_the_engine(training: Training) -> int:
-    """Number of trained conversations that the engine did not hold, token for token.
+    """Number of trained conversations that differ in a token from those that the engine held.
 
-    The resumed step is counted by itself: what had ended before its checkpoint was drawn once, and is trained twice.
+    The resumed step is counted separately: conversations that had ended before its checkpoint were drawn once, and are
+    trained twice.
     """
     held = Counter(training.ledgers)
     wrong = 0
@@ -310,17 +322,18 @@ def _weight_error(subject: Subject, training: Training) -> float:
         return _followed_weights(naive, [step.updates for step in steps], whole)
 
 
-def _critic_weight_error(training: Training, critic: CriticConfig) -> float:
-    """The same of the critic's weights."""
-    whole = training.config.algorithm.minibatches * critic.updates
-    optimizer = training.config.train.optimizer.model_copy(update={"learning_rate": critic.learning_rate})
+def _learned_weight_error(training: Training, name: str) -> float:
+    """The largest error of the weights of a model that is trained beside the policy, relative to an update's change."""
+    settings = training.settings.learning[name]
+    whole = training.config.algorithm.minibatches * settings.updates
+    optimizer = training.config.train.optimizer.model_copy(update={"learning_rate": settings.learning_rate})
     with in_float64():
-        naive = NaiveOptimizer(optimizer, len(training.steps) * whole, training.steps[0].models["critic"])
-        return _followed_weights(naive, [step.learned["critic"] for step in training.steps], whole)
+        naive = NaiveOptimizer(optimizer, len(training.steps) * whole, training.steps[0].models[name])
+        return _followed_weights(naive, [step.learned[name] for step in training.steps], whole)
 
 
 def _followed_weights(naive: NaiveOptimizer, steps: Sequence[Sequence[OptimizerStep]], whole: int) -> float:
-    """The largest error of the weights after the optimizer steps of each step, of which it has up to `whole`."""
+    """The largest error of the weights after an optimizer step; each step of the run has up to `whole` of them."""
     worst = 0.0
     for number, updates in enumerate(steps):
         first = (number + 1) * whole - len(updates)  # a step with fewer updates uses its last learning rates
@@ -331,7 +344,7 @@ def _followed_weights(naive: NaiveOptimizer, steps: Sequence[Sequence[OptimizerS
 
 
 def _moved_elsewhere(subject: Subject, training: Training) -> int:
-    """Number of bytes of weights that changed outside an optimizer step, or that are frozen and changed."""
+    """Number of bytes of weights that changed outside an optimizer step, or changed although they are frozen."""
     now: Arrays = dict(subject.weights)
     learning: dict[str, Arrays] = {name: dict(subject.models[name].weights) for name in training.steps[0].learned}
     moved = 0
@@ -347,7 +360,7 @@ def _moved_elsewhere(subject: Subject, training: Training) -> int:
 def _other_step(found: Step, expected: Step) -> int:
     """Count differences between two steps: unequal episodes, and unequal elements of their states, before and after.
 
-    Adds 1 if the steps differ in their number of updates or episodes, and 1 if they leave other prompts.
+    Adds 1 if the steps differ in their number of updates or episodes, and 1 if the prompts that they leave differ.
     """
     ours, theirs = (
         [
@@ -368,7 +381,7 @@ def _other_step(found: Step, expected: Step) -> int:
 
 
 def _unequal(found: Arrays, expected: Arrays) -> int:
-    """Number of elements that differ in their bits; 1 for an array of another form, or that is missing."""
+    """Number of bytes that differ; an array that is missing, or has another shape or format, counts as 1."""
     return sum(
         int(
             np.count_nonzero(np.frombuffer(found[name].tobytes(), np.uint8) != np.frombuffer(value.tobytes(), np.uint8))

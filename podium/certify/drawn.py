@@ -1,7 +1,8 @@
 """Compares what a watched run drew with the naive form: each token, with its random numbers and log-probabilities."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from podium.certify.naive_draws import (
 )
 from podium.certify.naive_step import Episode, padded_tokens
 from podium.certify.subject import Subject, episode_of
+from podium.certify.tiny import Arrays
 from podium.certify.training import Step, Training
 from podium.rollout.transcript import Transcript
 from podium.sampling.groups import Group
@@ -39,9 +41,9 @@ class Drawing:
 
     transcript: Transcript
     seed: int
-    """Of its prompt."""
+    """The seed of its prompt's request."""
     completion: int
-    """Its index among those of its request."""
+    """Its index among the completions of that request."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,18 +57,18 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """The tokens that one version of the weights drew, and what the naive form says of them, [n] each."""
+    """The tokens that one version of the weights drew, with what the naive form computes for them, [n] each."""
 
     recorded: np.ndarray
     """Log-probabilities by the sampler, before penalty and cuts."""
     naive: np.ndarray
-    """The same by the naive form."""
+    """Log-probabilities of the same tokens by the naive form."""
     errors: DrawErrors
-    """Of the distribution drawn from."""
+    """Errors of the draws, and of log-probabilities under the distribution drawn from."""
     behind: np.ndarray
-    """How much less likely than the likeliest, in nats."""
+    """By how many nats each token is less likely than the likeliest one."""
     scores: np.ndarray
-    """Where each token lies in its distribution, as a normal number: the same for all distributions."""
+    """Where each token lies in its distribution, as a standard normal number (`normal_scores`)."""
     rows: np.ndarray
     """Index of the episode of each token."""
     places: np.ndarray
@@ -76,7 +78,11 @@ class Drawn:
 def sampling_checks(
     subject: Subject, training: Training, numbers: Sequence[Sequence[Sequence[int]]], talk: tuple[str, ...]
 ) -> Iterator[Check]:
-    """Check the tokens of a run; `numbers` are the places of each step's groups, all possible ones."""
+    """Check the tokens that a run drew.
+
+    `numbers` has the possible lists of places of each step's groups in the run's sequence of prompts, and `talk` the
+    names of the checks of conversations.
+    """
     rollout = training.config.rollout
     sampling = Sampling(
         temperature=rollout.temperature,
@@ -95,13 +101,7 @@ def sampling_checks(
         after=(*OF_MODEL, *OF_SAMPLER, *talk),
     )
     if "baselines" in subject.recipe.reads:
-        behind = [_behind_likeliest(subject, training, step.groups) for step in training.steps]
-        yield Check(
-            name="greedy completions",
-            claim="each token of a greedy completion is the likeliest under the weights that drew it",
-            difference=largest(behind) / highest,
-            after=("hand-over",),
-        )
+        yield _greedy_check(subject, training, sampling, highest)
     other = ("cuts",) if sampling.cut.cuts else ("repetition penalty",) if sampling.penalty != 1 else ()
     for name in other:
         before = "repetition penalty, and the cuts top_k, top_p and min_p," if name == "cuts" else "repetition penalty"
@@ -121,17 +121,30 @@ def sampling_checks(
     )
     yield Check(
         name="independent draws",
-        claim="tokens at neighbouring positions, in completions of a prompt and of other prompts are independent",
+        claim="tokens at neighbouring positions are independent, and so are tokens of different completions",
         difference=_dependence(steps),
         bar=DEVIATIONS,
         after=(*causes, "draws"),
     )
 
 
+def _greedy_check(subject: Subject, training: Training, sampling: Sampling, highest: float) -> Check:
+    """Check greedy completions; `highest` is the largest log-probability of a run's tokens, as an absolute value."""
+    greedy = [group.greedy for step in training.steps for group in step.groups if group.greedy is not None]
+    drawings = [Drawing(transcript=each.transcript, seed=0, completion=0) for each in greedy]
+    behind = (float(each.behind.max()) for each in compared(subject, training.version, drawings, sampling))
+    return Check(
+        name="greedy completions",
+        claim="each token of a greedy completion is the likeliest under the weights that drew it",
+        difference=largest(behind) / highest,
+        after=("hand-over",),
+    )
+
+
 def _of_step(
     subject: Subject, training: Training, step: Step, numbers: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[Drawn]:
-    """What was drawn of a step's groups, at those of the possible places that fit best."""
+    """The drawn tokens of a step's groups, at whichever of the possible places fits them best."""
 
     def at(places: Sequence[int]) -> list[Drawn]:
         drawings = [
@@ -139,7 +152,7 @@ def _of_step(
             for place, group in zip(places, step.groups, strict=True)
             for index, each in enumerate(group.transcripts)
         ]
-        return list(compared(subject, training, drawings, sampling))
+        return list(compared(subject, training.version, drawings, sampling))
 
     found = [at(places) for places in numbers]
     return min(found, key=lambda drawn: largest(float(each.errors.tokens.max()) for each in drawn))
@@ -168,23 +181,8 @@ def _pair(found: dict[str, list[float]], kind: str, one: float, other: float | N
         found.setdefault(kind, []).append(one * other)
 
 
-def _behind_likeliest(subject: Subject, training: Training, groups: Sequence[Group]) -> float:
-    """How much less likely, in nats, a token of greedy completions is at most than the likeliest one."""
-    greedy = [group.greedy for group in groups if group.greedy is not None]
-    episodes = [episode_of(*each) for each in greedy]
-    tokens, starts = padded_tokens(episodes, subject.room)
-    penalty, worst = training.config.rollout.repetition_penalty, 0.0
-    for row, (episode, each) in enumerate(zip(episodes, greedy, strict=True)):
-        versions = versions_of(each.transcript)[: len(episode.drawn)]
-        for version in np.unique(versions[np.array(episode.drawn)]).tolist():
-            found = subject.naive_scores(tokens, starts, training.version(version), penalty=penalty)
-            used = np.flatnonzero(np.array(episode.drawn) & (versions == version))
-            worst = largest((worst, float((found.highest - found.logprobs)[row, used].max())))
-    return worst
-
-
 def fits(subject: Subject, groups: Sequence[Group]) -> bool:
-    """Whether all answers fit into the naive form's arrays; one that does not is longer than any can be."""
+    """Whether all answers fit into the naive form's arrays; one that does not is longer than the run allows."""
     answers = [each for group in groups for each in group.transcripts]
     answers += [group.greedy.transcript for group in groups if group.greedy is not None]
     room = subject.room
@@ -193,49 +191,49 @@ def fits(subject: Subject, groups: Sequence[Group]) -> bool:
     )
 
 
-def compared(subject: Subject, training: Training, drawings: Sequence[Drawing], sampling: Sampling) -> Iterator[Drawn]:
-    """Yield the tokens of episodes, once for each version of the weights that drew some of them."""
+def compared(
+    subject: Subject, version: Callable[[int], Arrays], drawings: Sequence[Drawing], sampling: Sampling
+) -> Iterator[Drawn]:
+    """Yield the tokens of episodes, once for each `version` of the weights that drew some of them."""
     size = subject.room.episodes
     for first in range(0, len(drawings), size):
-        for each in _of_some(subject, training, drawings[first : first + size], sampling):
+        for each in _of_some(subject, version, drawings[first : first + size], sampling):
             yield dataclasses.replace(each, rows=each.rows + first)
 
 
-def _of_some(subject: Subject, training: Training, drawings: Sequence[Drawing], sampling: Sampling) -> Iterator[Drawn]:
-    """The same of at most as many episodes as fit into the room."""
+def _of_some(
+    subject: Subject, version: Callable[[int], Arrays], drawings: Sequence[Drawing], sampling: Sampling
+) -> Iterator[Drawn]:
+    """As `compared`, for at most as many episodes as the naive form's arrays have rows."""
     episodes = [episode_of(each.transcript, FAILED) for each in drawings]
     tokens, starts = padded_tokens(episodes, subject.room)
     known = [_known(*pair) for pair in zip(drawings, episodes, strict=True)]
     rows = np.concatenate([np.full(len(each.places), row) for row, each in enumerate(known)])
-    places, seeds, versions, recorded, logprobs = (
-        np.concatenate([getattr(each, name) for each in known])
-        for name in ("places", "seeds", "versions", "recorded", "logprobs")
-    )
+    every = _Known(*map(np.concatenate, zip(*known, strict=True)))
     completions = np.array([each.completion for each in drawings])[rows]
-    numbers = random_numbers(seeds, completions, places)
-    evenly = np.random.default_rng(int(seeds.sum())).uniform(size=len(seeds))
-    drawn = tokens[rows, places]
-    for version in np.unique(versions).tolist():
-        own = versions == version
-        at = rows[own], places[own] - starts[rows[own]]
-        weights = training.version(version)
+    numbers = random_numbers(every.seeds, completions, every.places)
+    evenly = np.random.default_rng(int(every.seeds.sum())).uniform(size=len(rows))
+    drawn = tokens[rows, every.places]
+    for number in np.unique(every.versions).tolist():
+        own = every.versions == number
+        at = rows[own], every.places[own] - starts[rows[own]]
+        weights = version(number)
         plain = subject.naive_table(tokens, starts, weights, sampling.temperature)[at]
         table = plain
         if sampling.penalty != 1:
             table = subject.naive_table(tokens, starts, weights, sampling.temperature, sampling.penalty)[at]
         yield Drawn(
-            recorded=recorded[own],
+            recorded=every.recorded[own],
             naive=np.take_along_axis(plain, drawn[own][:, None], axis=1)[:, 0],
-            errors=draw_errors(table, sampling.cut, drawn[own], logprobs[own], numbers[own]),
+            errors=draw_errors(table, sampling.cut, drawn[own], every.logprobs[own], numbers[own]),
             behind=table.max(axis=1) - np.take_along_axis(table, drawn[own][:, None], axis=1)[:, 0],
             scores=normal_scores(after_cut(table, sampling.cut)[0], drawn[own], evenly[own]),
             rows=rows[own],
-            places=places[own],
+            places=every.places[own],
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Known:
+class _Known(NamedTuple):
     """The drawn tokens of an episode, [n] each."""
 
     places: np.ndarray

@@ -9,7 +9,8 @@ from podium.certify.check_result import Check
 from podium.certify.drawn import DRAW_BAR, OF_MODEL, OF_SAMPLER, Drawing, Sampling, compared, fits
 from podium.certify.naive_draws import NO_CUT, Cut, request_seed
 from podium.certify.numbers_task import EVALUATED, TOO_LONG
-from podium.certify.subject import EVAL_SAMPLES, Subject
+from podium.certify.small_run import EVAL_SAMPLES
+from podium.certify.subject import Subject
 from podium.certify.talk import asked, is_right
 from podium.certify.training import Evaluated, Training
 from podium.observe.stats import TaskScores
@@ -18,14 +19,14 @@ from podium.tasks.task import Reward
 
 OF_RUN = ("ends of answers", "order of prompts", "conversations", "episodes")
 OF_DRAWS = ("hand-over", "repetition penalty", "cuts", "draws")
-LIKELIEST = 1e-4  # nat by which a greedy token may be less likely than the likeliest, which rounding may exchange
+LIKELIEST = 1e-4  # nats by which a greedy token may be less likely than the likeliest one, since rounding may swap them
 Z_95 = 1.959963984540054  # standard deviations that hold 95 % of a normal distribution
 ASKED = [(index, question) for index, question in enumerate(EVALUATED) if question != TOO_LONG]
 """The questions that fit, with their places among all."""
 
 
 def evaluation_check(subject: Subject, training: Training) -> Check:
-    """Count what is wrong in the evaluation: answers, draws, scores, and prompts of the run that it moved."""
+    """Count the errors of the evaluation: in answers, draws and scores, and whether it moved the run's position."""
     found = training.evaluation
     assert found is not None, "this run was evaluated"
     wrong = [
@@ -37,7 +38,7 @@ def evaluation_check(subject: Subject, training: Training) -> Check:
     ]
     return Check(
         name="evaluation",
-        claim="every evaluation question has its greedy and its sampled answers, drawn as eval says, and right scores",
+        claim="every evaluation question is answered greedily and by sampling, as eval says, and the scores are right",
         difference=float(sum(wrong)),
         bar=0,
         after=(*OF_MODEL, *OF_SAMPLER, *OF_DRAWS, *OF_RUN),
@@ -45,7 +46,7 @@ def evaluation_check(subject: Subject, training: Training) -> Check:
 
 
 def _wrong_answers(subject: Subject, training: Training, found: Evaluated, groups: Sequence[Group]) -> int:
-    """How many answers are missing, to another question than that of their place, or wrongly ended or paid."""
+    """Number of answers that are missing, answer another question, or have a wrong end or reward."""
     count = 1 if groups is found.greedy else EVAL_SAMPLES
     wrong = abs(len(groups) - len(ASKED))
     for (index, question), group in zip(ASKED, groups, strict=False):
@@ -62,7 +63,7 @@ def _seed(training: Training, found: Evaluated, index: int) -> int:
 
 
 def _wrong_draws(subject: Subject, training: Training, found: Evaluated) -> int:
-    """How many tokens the last weights would not have drawn, with the seeds of evaluation questions."""
+    """Number of tokens that the last weights do not draw with the seeds of evaluation questions."""
     settings, rollout, version = training.config.eval, training.config.rollout, len(training.steps)
     wrong = 0
     for groups, temperature in ((found.greedy, 0.0), (found.sampled, settings.temperature)):
@@ -78,14 +79,14 @@ def _wrong_draws(subject: Subject, training: Training, found: Evaluated) -> int:
         wrong += sum(int(np.any(span.versions != version)) for each in drawings for span in each.transcript.drawn)
         cut = Cut(rollout.top_k, rollout.top_p, rollout.min_p) if temperature else NO_CUT
         sampling = Sampling(temperature=temperature or 1.0, penalty=settings.repetition_penalty, cut=cut)
-        for each in compared(subject, training, drawings, sampling):
+        for each in compared(subject, training.version, drawings, sampling):
             wrong += int(np.sum(each.errors.logprobs > DRAW_BAR))
             wrong += int(np.sum(each.errors.tokens > DRAW_BAR if temperature else each.behind > LIKELIEST))
     return wrong
 
 
 def _wrong_scores(found: Evaluated) -> int:
-    """How many scores are not those of the answers' rewards, where a question too long to be asked counts as wrong."""
+    """Number of scores that differ from those of the answers' rewards; a question too long to be asked is wrong."""
     right = [
         np.array([[min(1.0, max(0.0, reward.parts["correct"])) for reward in group.rewards] for group in groups])
         for groups in (found.greedy, found.sampled)

@@ -1,20 +1,21 @@
-"""Follows a watched run with the naive implementation: what it makes of each step, and what that changes for the next.
+"""Follows a watched run with the naive implementation: the updates of each step, and what they change for the next.
 
-Each optimizer step starts from the trainer's own weights. What a step changes besides, the weights of the loss and the
-reference, is followed from the first step on, without the trainer's numbers.
+Each optimizer step starts from the trainer's own weights. Weights of the loss that a run adapts, and models that follow
+the policy, are computed from the first step on, without the trainer's numbers.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from podium.algorithms.controllers import ENTROPY_BONUS, KL_COEF, LAST_ENTROPY
 from podium.certify.check_result import largest
 from podium.certify.naive import Sequences
-from podium.certify.naive_rules import Rules
-from podium.certify.naive_run import Coefficients, moved_reference
+from podium.certify.naive_rules import KL_TO, Rules
+from podium.certify.naive_run import Coefficients, moved_weights
 from podium.certify.subject import NaiveModel, Subject
 from podium.certify.tiny import Arrays
 from podium.certify.training import OptimizerStep, Step, Training
@@ -29,28 +30,50 @@ from podium.certify.updates import (
 )
 
 
+class Learned(NamedTuple):
+    """The updates of a model that is trained beside the policy in a step of the run."""
+
+    seen: Sequence[OptimizerStep]
+    naive: list[Update]
+    """The same updates by the naive implementation, each from the trainer's weights before it."""
+    missing: int
+    """Number of updates too few or too many, and of arrays that changed between two updates."""
+
+    @property
+    def error(self) -> float:
+        """The largest relative error of a loss or of the gradient of a parameter."""
+        errors: list[float] = []
+        for seen, naive in zip(self.seen, self.naive, strict=False):
+            errors.append(abs(seen.loss - naive.loss) / (abs(naive.loss) or 1.0))
+            errors += [relative(seen.gradient[name], value) for name, value in naive.gradient.items()]
+        return largest(errors)
+
+
+class Moved(NamedTuple):
+    """The weights of a model that follows the policy, at a step, in float64."""
+
+    now: Arrays
+    before: Arrays
+    """The weights before it last moved; its first weights until it has moved."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Followed:
-    """A step of the run, and what the naive implementation makes of it."""
+    """A step of the run, and what the naive implementation computes for it."""
 
     step: Step
     updates: list[NaiveUpdate]
-    """Those of the step's optimizer steps, from the trainer's weights before each."""
+    """The step's optimizer steps by the naive implementation, from the trainer's weights before each."""
     missing: int
-    """How many optimizer steps the trainer made too few, or too many."""
-    criticised: list[Update]
-    """The critic's updates as the naive implementation computes them, each from the critic's weights before it."""
-    missing_of_critic: int
-    """How many of them were made too few, or too many, and how many of its weights are not what they were after the
-    last one before."""
+    """Number of optimizer steps that the trainer made too few or too many."""
+    learned: Mapping[str, Learned]
+    """The updates of the other models that are trained, by the name of their role."""
+    moved: Mapping[str, Moved]
+    """The models that follow the policy, before the step, by the name of their role."""
     coefs: Coefficients
-    """Before the step."""
+    """The coefficients before the step."""
     applied: list[Coefficients]
-    """In the loss of each of `updates`."""
-    reference: Arrays
-    """Before the step; empty if it stays."""
-    reference_before: Arrays
-    """Before it moved last, or the first one."""
+    """The coefficients in the loss of each of `updates`."""
 
     @property
     def gradient_error(self) -> float:
@@ -59,15 +82,6 @@ class Followed:
         for seen, naive in zip(self.step.updates, self.updates, strict=False):
             errors.append(loss_difference(seen.loss, naive.loss, naive.sizes))
             errors.append(gradient_difference(seen.gradient, naive.gradient, naive.sizes))
-        return largest(errors)
-
-    @property
-    def critic_error(self) -> float:
-        """The largest relative error of the critic's loss or of the gradient of one of its parameters."""
-        errors: list[float] = []
-        for seen, naive in zip(self.step.learned["critic"], self.criticised, strict=False):
-            errors.append(abs(seen.loss - naive.loss) / (abs(naive.loss) or 1.0))
-            errors += [relative(seen.gradient[name], value) for name, value in naive.gradient.items()]
         return largest(errors)
 
     def coefs_error(self, rules: Rules) -> float:
@@ -85,7 +99,7 @@ class Followed:
 
 
 def _error(found: Mapping[str, float], name: str, expected: float) -> float:
-    """The relative error of a number; infinite if there is none."""
+    """The relative error of a number; infinite if the number is missing."""
     own = found.get(name, math.nan)
     if own == expected:
         return 0.0
@@ -93,19 +107,16 @@ def _error(found: Mapping[str, float], name: str, expected: float) -> float:
 
 
 def follow(subject: Subject, training: Training) -> list[Followed]:
-    """The steps of a run, each with what the naive implementation makes of its groups."""
+    """The steps of a run, each with what the naive implementation computes from its groups."""
     rules = rules_of_run(subject, training)
-    moving = training.config.reference
-    reference = before = {} if moving is None else _wide(subject.models["reference"].weights)
     coefs = Coefficients(kl_coef=rules.kl_coef, entropy_bonus=rules.entropy_bonus)
+    moved = {name: Moved(*[_wide(subject.models[name].weights)] * 2) for name in training.settings.moving}
+    left = {name: subject.models[name].weights for name in training.settings.learning}  # by the last update
     found: list[Followed] = []
-    critic = subject.models.get("critic")
-    valued = {} if critic is None else critic.weights
     for number, step in enumerate(training.steps):
-        given, learned = step.models.get("critic", {}), step.learned.get("critic", [])
+        others = {**{name: own.now for name, own in moved.items()}, **{name: step.models[name] for name in left}}
         own = dataclasses.replace(rules, kl_coef=coefs.kl_coef)
-        sequences = subject.naive_steps(step.groups, own, step.weights, given, reference)
-        waits = training.config.critic is not None and number < training.config.critic.warmup_steps
+        sequences = subject.naive_steps(step.groups, own, step.weights, others)
         updates: list[NaiveUpdate] = []
         applied: list[Coefficients] = []
         now = coefs
@@ -116,42 +127,43 @@ def follow(subject: Subject, training: Training) -> list[Followed]:
             )
             updates.append(naive_update(subject, weighed, {**step.weights, **seen.before}))
             now = now.after_update(rules, updates[-1].entropy)
+        waits = any(number < each.warmup_steps for each in training.settings.learning.values())
         found.append(
             Followed(
                 step=step,
                 updates=updates,
                 missing=abs(len(step.updates) - (0 if waits else len(sequences) * rules.updates_per_batch)),
-                criticised=_criticised(critic, training, learned, sequences),
-                missing_of_critic=abs(len(learned) - len(sequences) * _critic_updates(training))
-                + sum(not np.array_equal(given[name], x) for name, x in valued.items()),
+                learned={
+                    name: _learned(subject.models[name], training, step, weights, sequences)
+                    for name, weights in left.items()
+                },
+                moved=dict(moved),
                 coefs=coefs,
                 applied=applied,
-                reference=reference,
-                reference_before=before,
             )
         )
-        valued = learned[-1].after if learned else valued
+        left = {name: made[-1].after if (made := step.learned[name]) else weights for name, weights in left.items()}
         coefs = now.after_step(rules, _mean_kl(rules, sequences, updates)) if updates else now
-        if moving is not None and (number + 1) % moving.sync_every == 0:
-            reference, before = moved_reference(reference, training.version(number + 1), moving.mixup), reference
+        for name, settings in training.settings.moving.items():
+            if (number + 1) % settings.sync_every == 0:
+                before = moved[name].now
+                moved[name] = Moved(moved_weights(before, training.version(number + 1), settings.mixup), before)
     return found
 
 
-def _critic_updates(training: Training) -> int:
-    """How often the critic learns from each minibatch; 0 without one."""
-    return 0 if training.config.critic is None else training.config.critic.updates
-
-
-def _criticised(
-    critic: NaiveModel | None, training: Training, learned: Sequence[OptimizerStep], sequences: Sequence[Sequences]
-) -> list[Update]:
-    """The naive updates of the critic, which learns from each minibatch in turn."""
-    if critic is None or training.config.critic is None:
-        return []
-    return [
-        naive_value_update(batch, critic._replace(weights=seen.before), training.config.critic.clip)
-        for seen, batch in zip(learned, list(sequences) * _critic_updates(training), strict=False)
+def _learned(
+    model: NaiveModel, training: Training, step: Step, left: Arrays, sequences: Sequence[Sequences[np.ndarray]]
+) -> Learned:
+    """A step's updates of a model, which learns from each minibatch in turn, from the weights `left` before them."""
+    name = model.role.name
+    settings, seen = training.settings.learning[name], step.learned[name]
+    minibatches = list(sequences) * settings.updates
+    naive = [
+        naive_value_update(batch, model._replace(weights=each.before), settings.clip)
+        for each, batch in zip(seen, minibatches, strict=False)
     ]
+    changed = sum(not np.array_equal(step.models[name][each], x) for each, x in left.items())
+    return Learned(seen, naive, abs(len(seen) - len(minibatches)) + changed)
 
 
 def rules_of_run(subject: Subject, training: Training) -> Rules:
@@ -168,11 +180,11 @@ def rules_of_run(subject: Subject, training: Training) -> Rules:
     return rules
 
 
-def _mean_kl(rules: Rules, sequences: Sequence[Sequences], updates: Sequence[NaiveUpdate]) -> float:
-    """A step's mean KL to the reference, in nats: that charged to rewards, or of all updates, by their tokens."""
-    masks = [np.asarray(each.valid) for each in sequences]
+def _mean_kl(rules: Rules, sequences: Sequence[Sequences[np.ndarray]], updates: Sequence[NaiveUpdate]) -> float:
+    """A step's mean KL, in nats: the one charged to rewards, or that of all updates, weighted by their tokens."""
+    masks = [each.valid for each in sequences]
     if rules.kl == "k1_reward":
-        charged = [np.asarray(each.sampled_logprobs) - np.asarray(each.reference_logprobs) for each in sequences]
+        charged = [each.sampled_logprobs - each.scores[KL_TO] for each in sequences]
         return float(np.concatenate([x[mask] for x, mask in zip(charged, masks, strict=True)]).mean())
     tokens = [int(mask.sum()) for mask in masks] * rules.updates_per_batch
     return float(np.average([each.kl for each in updates], weights=tokens[: len(updates)]))

@@ -9,20 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.algorithms.losses import Tokens, entropy_loss, policy_loss
-from podium.algorithms.recipes import (
-    COVARIANT,
-    DRAWN_LOGPROBS,
-    OLD_LOGPROBS,
-    REFERENCE_LOGPROBS,
-    REFERENCE_POINT,
-    UNCERTAIN,
-)
 from podium.certify.answer_ends import ends_check
 from podium.certify.check_result import Check, largest
 from podium.certify.mixtures import choice_check, mixture_check
 from podium.certify.naive import Scores, Sequences, in_float64, kl_losses, objective, policy_losses
 from podium.certify.naive_optimizer import Arrays, NaiveOptimizer, gradient_norm, scheduled_rate
-from podium.certify.naive_rules import Rules
+from podium.certify.naive_rules import (
+    COVARIANT,
+    DRAWN_LOGPROBS,
+    KL_POINT,
+    KL_TO,
+    OLD_LOGPROBS,
+    UNCERTAIN,
+    Rules,
+)
 from podium.certify.sampler_check import sampling_check
 from podium.certify.small_moments import moments_check
 from podium.certify.subject import Subject
@@ -63,9 +63,9 @@ OPTIONED: Mapping[str, Changes] = {
     "dppo_tv": {"weight_cap": 1.3},
     "dppo_kl": {"weight_cap": 1.3},
 }
-"""Losses with options, which the formulas get too."""
+"""Losses with options, and values of these options for the trainer and the formulas."""
 LIKE_GRPO: Changes = {"loss": "clipped", "loss_options": {}}
-"""What makes a recipe of preferences one that samples, for the formulas that preferences do not use."""
+"""Turns a recipe of preferences into one that samples, to check the formulas that preferences do not use."""
 LABELLED: Changes = {"beta": 0.4, "desirable_weight": 1.3, "undesirable_weight": 0.6}
 PREFERENCES: Mapping[str, Changes] = {
     "dpo": {"beta": 0.3, "label_smoothing": 0.2},
@@ -73,7 +73,7 @@ PREFERENCES: Mapping[str, Changes] = {
     "dpo_hinge": {"beta": 0.4},
     "kto": LABELLED,
 }
-"""Losses of preferences, with options whose terms are all of some size."""
+"""Losses of preferences, with options that give every term a noticeable size."""
 POINT = 0.8
 CORRECTED: Changes = {**UNEVEN, "loss": "clipped", "old_logprobs": "trainer"}
 CLAIMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
@@ -96,7 +96,7 @@ CLAIMS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("clip", "kl"),
     ),
 }
-"""What each check of the loss's formulas says, and the checks that explain it."""
+"""The claim of each check of the loss's formulas, and the names of the checks that explain a red one."""
 RULE_STEPS, RULE_TOTAL = 5, 7
 """Number of updates made with each update rule, and the length of the learning-rate schedule."""
 RULE_OPTIONS: Changes = {
@@ -126,22 +126,22 @@ RULE_WEIGHTS = (
 BFLOAT16_BAR = 2.0**-6
 """Bar for weights whose moments are kept in bfloat16: each moment is off by up to 2^-7, and an update uses two."""
 BFLOAT16_MUON_BAR = 2.0**-3
-"""The same for Muon, whose iterations enlarge small components of a moment up to 482 times, so that rounding could turn
-all of a direction that gradients hardly have. 0.05 and 0.08 of an update were measured; smaller errors than an eighth
-are only seen with moments in float32."""
+"""Bar for Muon with moments in bfloat16: its iterations enlarge small components of a moment up to 482 times, so
+rounding may change the whole direction where gradients have almost none. Errors of 0.05 and 0.08 of an update were
+measured; errors below an eighth are noticed only with moments in float32."""
 MUON_BAR = 1e-3
 """Bar for Muon: each of its five iterations enlarges small components of a gradient 3.44 times, so float32's rounding
 of 2^-24 becomes 3e-5 of the result in each of a few sums."""
 
 
 def formula_checks(updates: Updates) -> Iterator[Check]:
-    """Check formulas: losses, learning rates, update rules, and what is drawn."""
+    """Check formulas: losses, learning rates, update rules, and draws of tokens and prompts."""
     subject = updates.subject
     if subject.rules.preferences:
         yield Check(
             name="preferences",
             claim="losses of pairs and of labelled answers, and their gradients, are those of the papers",
-            difference=largest(_preference_error(subject, each) for each in _preference_losses(subject)),
+            difference=largest(_error_of_preferences(subject, each) for each in _losses_of_preferences(subject)),
         )
         subject = dataclasses.replace(
             subject,
@@ -178,9 +178,9 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
 
 
 def formula_cases(own: Rules) -> dict[str, list[Changes]]:
-    """The options with which each formula is checked, by the check's name: others' have no effect in them.
+    """The options with which each formula is checked, by the check's name; other formulas have no effect with them.
 
-    One case of each has the values of the config, whose rules are `own`.
+    One case of each formula has the values of the config, whose rules are `own`.
     """
     clip: list[Changes] = [{**PLAIN, **_values(own, "clip_low", "clip_high", "dual_clip", "old_logprobs")}]
     clip += [{**UNEVEN, "loss": loss} for loss in ("clipped", "gspo", "cispo", "gmpo", "reinforce")]
@@ -240,85 +240,94 @@ def _schedule_error(config: OptimizerConfig, total: int) -> float:
 
 
 def _loss_error(subject: Subject, changes: Changes, *, only_kl: bool = False) -> float:
-    """Relative error of the token losses or of their gradient; `only_kl`: advantages are 0, so only the KL is left."""
+    """Relative error of the token losses or of their gradient; with `only_kl`, advantages are 0 and the KL is left."""
     recipe = dataclasses.replace(subject.recipe, **changes)
     rules = dataclasses.replace(subject.rules, **changes)
     random = np.random.default_rng(0)
     logprobs = random.normal(-3.0, 1.0, (S, LENGTH)).astype(np.float32)
-    sampled, old, reference = ((logprobs + random.normal(0.0, 0.3, (S, LENGTH))).astype(np.float32) for _ in range(3))
-    drawn = sampled[::-1]
+    sampled, old, kl_to = ((logprobs + random.normal(0.0, 0.3, (S, LENGTH))).astype(np.float32) for _ in range(3))
     valid = np.arange(LENGTH)[None] < random.integers(1, LENGTH + 1, S)[:, None]
     advantages = np.zeros(S) if only_kl else random.normal(0.0, 1.0, S).astype(np.float32)
     weights = (valid * random.uniform(0.5, 1.5, valid.shape)).astype(np.float32)
-
     uncertain = random.uniform(size=valid.shape) < recipe.top_entropy  # any choice of tokens
     covariant = random.uniform(size=valid.shape) < 0.3
-    given = {
-        REFERENCE_LOGPROBS: jnp.asarray(reference),
-        UNCERTAIN: jnp.asarray(uncertain, jnp.float32),
-        COVARIANT: jnp.asarray(covariant, jnp.float32),
-        DRAWN_LOGPROBS: jnp.asarray(drawn),
-    }
+    scores = {KL_TO: kl_to, UNCERTAIN: uncertain, COVARIANT: covariant, DRAWN_LOGPROBS: sampled[::-1]}
     if rules.old_logprobs == "trainer":
-        given[OLD_LOGPROBS] = jnp.asarray(old)
+        scores[OLD_LOGPROBS] = old
+    sequences = _made_up(valid, weights, advantages[:, None], sampled, scores=scores, kl_coef=rules.kl_coef)
 
     def ours(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
         tokens = Tokens(
             logprobs,
             old_logprobs=jnp.asarray(sampled),
-            advantages=jnp.broadcast_to(jnp.asarray(advantages, jnp.float32)[:, None], (S, LENGTH)),
+            advantages=jnp.asarray(sequences.advantages, jnp.float32),
             segments=jnp.ones((S, LENGTH), jnp.int32),
             mask=jnp.asarray(valid, jnp.float32),
-            scores=given,
+            scores={name: jnp.asarray(x, jnp.float32) for name, x in scores.items()},
         )
         losses, _ = policy_loss(recipe, tokens)
         return jnp.sum(losses * weights), losses * weights
 
     (_, losses), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(jnp.asarray(logprobs))
+    expected, slope = _naive_losses(rules, logprobs, sequences)
+    return max(relative(losses, expected), relative(gradient, slope))
+
+
+def _made_up(
+    valid: np.ndarray,
+    weights: np.ndarray,
+    advantages: np.ndarray,
+    sampled: np.ndarray,
+    *,
+    scores: Mapping[str, np.ndarray],
+    kl_coef: float = 0.0,
+    entropy_bonus: float = 0.0,
+) -> Sequences[np.ndarray]:
+    """An optimizer step of S made-up episodes, whose tokens no formula reads."""
+    return Sequences(
+        tokens=np.zeros((S, 0), np.int32),
+        starts=np.zeros(S, np.int32),
+        valid=valid,
+        weights=weights,
+        advantages=np.broadcast_to(advantages, valid.shape),
+        sampled_logprobs=sampled,
+        scores=scores,
+        kl_coef=np.asarray(kl_coef),
+        entropy_bonus=np.asarray(entropy_bonus),
+    )
+
+
+def _naive_losses(
+    rules: Rules, logprobs: np.ndarray, sequences: Sequences[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The naive weighted loss of each token, [S, LENGTH], and the gradient of their sum, in float64."""
+
+    def losses(logprobs: jax.Array, own: Sequences[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        found = (policy_losses(rules, logprobs, own) + kl_losses(rules, logprobs, own)) * own.weights
+        return jnp.sum(found), found
+
     with in_float64():
-        sequences = Sequences(
-            tokens=jnp.zeros((S, 0), jnp.int32),  # the formulas read neither tokens nor starts
-            starts=jnp.zeros(S, jnp.int32),
-            valid=jnp.asarray(valid),
-            weights=jnp.asarray(weights),
-            advantages=jnp.broadcast_to(jnp.asarray(advantages)[:, None], (S, LENGTH)),
-            sampled_logprobs=jnp.asarray(sampled),
-            drawn_logprobs=jnp.asarray(drawn),
-            old_logprobs=jnp.asarray(old),
-            reference_logprobs=jnp.asarray(reference),
-            values=jnp.zeros((S, LENGTH)),
-            returns=jnp.zeros((S, LENGTH)),
-            point=jnp.zeros(()),
-            covariant=jnp.asarray(covariant),
-            uncertain=jnp.asarray(uncertain),
-            kl_coef=jnp.asarray(rules.kl_coef),
-            entropy_bonus=jnp.zeros(()),
-            teacher=jnp.zeros((S, LENGTH, 0)),
-        )
-
-        def naive(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
-            both = policy_losses(rules, logprobs, sequences) + kl_losses(rules, logprobs, sequences)
-            return jnp.sum(both * weights), both * weights
-
-        (_, expected), slope = jax.jit(jax.value_and_grad(naive, has_aux=True))(jnp.asarray(logprobs, jnp.float64))
-        return max(relative(losses, np.asarray(expected)), relative(gradient, np.asarray(slope)))
+        own: Sequences[jax.Array] = jax.tree.map(jnp.asarray, sequences)
+        given = jnp.asarray(logprobs, jnp.float64)
+        (_, found), slope = jax.jit(jax.value_and_grad(losses, has_aux=True))(given, own)
+        return np.asarray(found), np.asarray(slope)
 
 
-def _preference_losses(subject: Subject) -> Iterator[Changes]:
+def _losses_of_preferences(subject: Subject) -> Iterator[Changes]:
     """Yield the config's own loss, and every loss of preferences with options."""
     yield {"loss": subject.rules.loss, "loss_options": dict(subject.rules.loss_options)}
     yield from ({"loss": loss, "loss_options": options} for loss, options in PREFERENCES.items())
 
 
-def _preference_error(subject: Subject, changes: Changes) -> float:
-    """Relative error of the losses of S completions of preferences, or of their gradient.
+def _error_of_preferences(subject: Subject, changes: Changes) -> float:
+    """Relative error of the losses of S preferred or rejected completions, or of their gradient.
 
     The trainer is given the two completions of a pair as two segments of one row, after a prompt of one token.
     """
     recipe, rules = dataclasses.replace(subject.recipe, **changes), dataclasses.replace(subject.rules, **changes)
     random = np.random.default_rng(0)
     logprobs = random.normal(-3.0, 1.0, (S, LENGTH)).astype(np.float32)
-    reference = (logprobs + random.normal(0.0, 0.5, (S, LENGTH))).astype(np.float32)
+    kl_to = (logprobs + random.normal(0.0, 0.5, (S, LENGTH))).astype(np.float32)
     valid = np.arange(LENGTH)[None] < random.integers(1, LENGTH + 1, S)[:, None]
     advantages = np.where(np.arange(S) % 2, -1.0, 1.0)[:, None] * np.ones((S, LENGTH))
     weights = (valid * random.uniform(0.5, 1.5, valid.shape)).astype(np.float32)
@@ -329,7 +338,6 @@ def _preference_error(subject: Subject, changes: Changes) -> float:
         return jnp.asarray(np.pad(x.reshape(S // 2, 2 * LENGTH), ((0, 0), (1, 0))))
 
     prompts = jnp.ones((S // 2, 1 + 2 * LENGTH), jnp.int32)
-    scores = {REFERENCE_LOGPROBS: rows(reference), REFERENCE_POINT: jnp.full(prompts.shape, POINT, jnp.float32)}
     shares = rows(weights)
 
     def ours(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -339,7 +347,7 @@ def _preference_error(subject: Subject, changes: Changes) -> float:
             advantages=rows(advantages.astype(np.float32)),
             segments=rows(segments.astype(np.int32)),
             mask=rows(valid.astype(np.float32)),
-            scores=scores,
+            scores={KL_TO: rows(kl_to), KL_POINT: jnp.full(prompts.shape, POINT, jnp.float32)},
             prompts=prompts,
         )
         losses, _ = policy_loss(recipe, tokens)
@@ -347,34 +355,11 @@ def _preference_error(subject: Subject, changes: Changes) -> float:
 
     (_, losses), gradient = jax.jit(jax.value_and_grad(ours, has_aux=True))(rows(logprobs))
     found, slopes = (np.asarray(x)[:, 1:].reshape(S, LENGTH) for x in (losses, gradient))
-    with in_float64():
-        nothing = jnp.zeros((S, LENGTH))
-        sequences = Sequences(
-            tokens=jnp.zeros((S, 0), jnp.int32),
-            starts=jnp.zeros(S, jnp.int32),
-            valid=jnp.asarray(valid),
-            weights=jnp.asarray(weights),
-            advantages=jnp.asarray(advantages),
-            sampled_logprobs=nothing,
-            drawn_logprobs=nothing,
-            old_logprobs=nothing,
-            reference_logprobs=jnp.asarray(reference),
-            values=nothing,
-            returns=nothing,
-            point=jnp.asarray(POINT),
-            covariant=jnp.asarray(~valid),
-            uncertain=jnp.asarray(valid),
-            kl_coef=jnp.zeros(()),
-            entropy_bonus=jnp.zeros(()),
-            teacher=jnp.zeros((S, LENGTH, 0)),
-        )
-
-        def naive(logprobs: jax.Array) -> tuple[jax.Array, jax.Array]:
-            both = policy_losses(rules, logprobs, sequences) * weights
-            return jnp.sum(both), both
-
-        (_, expected), slope = jax.jit(jax.value_and_grad(naive, has_aux=True))(jnp.asarray(logprobs, jnp.float64))
-        return max(relative(found, np.asarray(expected)), relative(slopes, np.asarray(slope)))
+    nothing = np.zeros((S, LENGTH))
+    scores = {OLD_LOGPROBS: nothing, KL_TO: kl_to, KL_POINT: np.asarray(POINT)}
+    sequences = _made_up(valid, weights, advantages, nothing, scores=scores)
+    expected, slope = _naive_losses(rules, logprobs, sequences)
+    return max(relative(found, expected), relative(slopes, slope))
 
 
 def _entropy_error(subject: Subject) -> float:
@@ -387,30 +372,12 @@ def _entropy_error(subject: Subject) -> float:
         entropy_loss(jnp.asarray(entropy[half]), mask[half], num_tokens=jnp.sum(mask), entropy_bonus=bonus)
         for half in halves
     ]
-    rules = dataclasses.replace(subject.rules, kl="none")
+    rules, nothing = dataclasses.replace(subject.rules, **LIKE_GRPO, **PLAIN), np.zeros((S, LENGTH))
     with in_float64():
-        nothing = jnp.zeros((S, LENGTH))
-        sequences = Sequences(
-            tokens=jnp.zeros((S, 0), jnp.int32),
-            starts=jnp.zeros(S, jnp.int32),
-            valid=jnp.asarray(valid),
-            weights=nothing,
-            advantages=nothing,
-            sampled_logprobs=nothing,
-            drawn_logprobs=nothing,
-            old_logprobs=nothing,
-            reference_logprobs=nothing,
-            values=nothing,
-            returns=nothing,
-            point=jnp.zeros(()),
-            covariant=jnp.asarray(~valid),
-            uncertain=jnp.asarray(valid),
-            kl_coef=jnp.zeros(()),
-            entropy_bonus=jnp.asarray(bonus),
-            teacher=jnp.zeros((S, LENGTH, 0)),
-        )
-        found = Scores(logprobs=nothing, entropy=jnp.asarray(entropy), variance=nothing, highest=nothing)
-        expected, _ = objective(rules, found, sequences)
+        sequences = _made_up(valid, nothing, nothing, nothing, scores={}, entropy_bonus=bonus)
+        own: Sequences[jax.Array] = jax.tree.map(jnp.asarray, sequences)
+        found = Scores(logprobs=own.weights, entropy=jnp.asarray(entropy))
+        expected, _ = objective(rules, found, own)
         return relative(float(sum(map(float, shares))), float(expected))
 
 

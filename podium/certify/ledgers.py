@@ -13,20 +13,20 @@ class Ledger(NamedTuple):
 
     tokens: tuple[int, ...]
     drawn: tuple[bool, ...]
-    """Which of them it drew; the others were given to it."""
+    """Whether the engine drew each of them; the others were given to it."""
 
 
 class Ledgers:
-    """The conversations that an engine has dropped, as it held them last."""
+    """The conversations that an engine has dropped, with the tokens that it held last."""
 
     def __init__(self) -> None:
         """Record nothing yet."""
         self.dropped: list[Ledger] = []
-        """Without conversations that another request continued."""
+        """The dropped conversations that no later request has continued."""
         self._seen: list[Ledger] = []
         """All that were ever dropped, so that a resumed run can continue them a second time."""
         self._held: dict[Key, Ledger] = {}
-        """What is known of each conversation in the engine; the tokens after it were drawn."""
+        """The known tokens of each conversation in the engine; any tokens after them were drawn."""
 
     @contextlib.contextmanager
     def recording(self, engine: RolloutEngine) -> Iterator[None]:
@@ -63,9 +63,10 @@ class Ledgers:
             yield
 
     def _continued(self, request: Request, index: int) -> Ledger:
-        """What a request says of a completion: tokens that it shares with a dropped one are as they were there.
+        """The ledger with which a completion of a request begins.
 
-        All others are given to the engine, even if the request claims that they were drawn.
+        Tokens that it shares with a dropped conversation are drawn or given as they were there. All others count as
+        given, even if the request claims that they were drawn.
         """
         begun: Completion | None = request.begun.get(index)
         drawn = () if begun is None else tuple(begun.tokens.tolist())
@@ -80,7 +81,7 @@ class Ledgers:
         return Ledger(tokens, (*before.drawn, *[False] * (len(tokens) - len(before.tokens))))
 
     def _drawn(self, key: Key, tokens: tuple[int, ...]) -> Ledger:
-        """A conversation's tokens so far, of which those after what is known were drawn."""
+        """A conversation's ledger so far: its known tokens, and those after them, which were drawn."""
         known = self._held[key]
         return Ledger(
             (*known.tokens, *tokens[len(known.tokens) :]),

@@ -24,8 +24,7 @@ OF_FORMS = ("packing", "shared prompts", "micro-batches", "as configured")
 def long_checks(updates: Updates) -> Iterator[Check]:
     """Compare the engine's log-probabilities, and an update, with the naive ones."""
     subject = with_long_sequences(updates.subject)
-    tokens, starts = np.asarray(subject.sequences.tokens), np.asarray(subject.sequences.starts)
-    naive = subject.naive_scores(tokens, starts, subject.weights).logprobs
+    naive = subject.naive_scores(subject.sequences.tokens, subject.sequences.starts, subject.weights).logprobs
     sampled = [each.full_logprobs for group in subject.sampled for each in group]
     errors = [np.abs(own - naive[row, : len(own)]).max() for row, own in enumerate(sampled)]
     yield Check(

@@ -30,22 +30,21 @@ FIRSTS: Sequence[tuple[Sequence[Sequence[int]], int | None]] = (
     ([[], []], None),
     ([], None),
 )
-"""Versions of the weights that drew the tokens of a prompt's answers, several of them carried over updates, and the
-version of the first token."""
+"""For a prompt: the versions of the weights that drew the tokens of each of its answers, some of which were carried
+over updates; and the version of the prompt's first token, None if none has been drawn."""
 DRAWS, RESUMED, IN_FLIGHT = 90, 2, 6
 """Prompts that are drawn, after how many a run is resumed, and how many are in flight."""
 STEPS = 60
 LONGEST = QUESTIONS - 1  # place of the longest prompt of each level
 WINDOW, SPREAD = 4, 0.3
-SOLVED, KEPT = 0.9, 4
-"""Share of right answers from which on a prompt is not drawn again, and prompts of a level that are drawn anyway."""
+RETIRE = RetireConfig(pass_rate=0.9, keep=4)
 SEED = 11
 VOCAB = 100
 WEIGHTS = (1.0, 0.75, 2.0)
 
 
 def mixture_check(spec: RolloutSpec) -> Check:
-    """Count the prompts that are other ones than those of the naive form; `spec` is that of a run."""
+    """Count the drawn prompts that differ from those of the naive form; `spec` is that of a run."""
     return Check(
         name="mixture of tasks",
         claim="prompts are of the task, level and round that weights, curricula and progress choose, unless too long or"
@@ -63,15 +62,13 @@ def _wrong(spec: RolloutSpec, *, levels: int, by_progress: bool = False) -> int:
     """
     plain = levels == 1 and not by_progress
     progress = ProgressConfig(window=WINDOW, spread=SPREAD) if by_progress else None
-    data = DataConfig(progress=progress, retire=RetireConfig(pass_rate=SOLVED, keep=KEPT))
+    data = DataConfig(progress=progress, retire=RETIRE)
     tasks = _tasks(levels)
     prompts = dataclasses.replace(
         spec.prompts, tasks=tasks, data=data, seed=SEED, max_tokens=LONGEST_QUESTION - plain, privileged=None
     )
     sizes = [[QUESTIONS]] * (len(tasks) - 1) + [[QUESTIONS] * levels]
-    naive = NaiveMixture(
-        SEED, WEIGHTS, sizes, window=WINDOW, spread=SPREAD, by_progress=by_progress, solved=SOLVED, kept=KEPT
-    )
+    naive = NaiveMixture(SEED, WEIGHTS, sizes, window=WINDOW, spread=SPREAD, by_progress=by_progress, retire=RETIRE)
     run = _run(spec, prompts)
     expected: list[tuple[int, Draw]] = []  # of the prompts in flight
     number = wrong = 0
@@ -135,7 +132,7 @@ def choice_check() -> Check:
 
 
 def _wrong_choices(per_step: int, max_staleness: int) -> int:
-    """How many steps of a queue are wrong, whose prompts are completed in a random order."""
+    """Number of wrong steps of a queue whose prompts are completed in random order."""
     random = np.random.default_rng(per_step)
     firsts: list[int] = []  # version of the first token of each prompt in flight
     wrong = 0
@@ -154,7 +151,7 @@ def _wrong_choices(per_step: int, max_staleness: int) -> int:
                 break
             wrong += len(ready) == per_step and complete[oldest[0]] and ready == oldest[:per_step]
         else:
-            return STEPS  # it waits although all are complete
+            return STEPS  # no prompts were taken although all are complete
         left = [firsts[index] for index in oldest if index not in taken]
         late = [version + 1 + place // per_step - first > max_staleness for place, first in enumerate(left)]
         wrong += taken != ready or any(late)
@@ -163,9 +160,7 @@ def _wrong_choices(per_step: int, max_staleness: int) -> int:
 
 
 def _wrong_firsts() -> int:
-    """How many made-up prompts in flight, answered once or by conversations, do not have the version of their first
-    token.
-    """
+    """Number of made-up prompts in flight, with single answers or conversations, whose `first_version` is wrong."""
     asked = TaskPrompt(task=0, prompt=Prompt(id="0", question="1", answer="1"), system_prompt=None)
     prompt = EncodedPrompt(prompt=asked, tokens=(1,), seed=0)
     wrong = 0
@@ -183,7 +178,7 @@ def _wrong_firsts() -> int:
 
 
 def _completion(versions: Sequence[int]) -> Completion:
-    """A completion so far, whose tokens these versions of the weights drew."""
+    """An unfinished completion whose tokens these versions of the weights drew."""
     nothing = np.zeros(len(versions), np.float32)
     return Completion(
         tokens=np.ones(len(versions), np.int32),

@@ -12,7 +12,7 @@ V: vocabulary.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
@@ -20,7 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import stop_gradient
 
-from podium.certify.naive_rules import Rules
+from podium.certify.naive_rules import (
+    COVARIANT,
+    DRAWN_LOGPROBS,
+    KL_POINT,
+    KL_TO,
+    OLD_LOGPROBS,
+    RETURNS,
+    UNCERTAIN,
+    VALUES,
+    Rules,
+)
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.activation import Activation, Clamped
 from podium.models.blocks.attention import Attention
@@ -36,26 +46,20 @@ Array = TypeVar("Array", jax.Array, np.ndarray)
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sequences:
+class Sequences(Generic[Array]):
     """The episodes of an optimizer step, and the constants of its loss."""
 
-    tokens: jax.Array  # [S, T] int32, the prompt and what follows it
-    starts: jax.Array  # [S] int32, length of the prompt
-    valid: jax.Array  # [S, n] bool, which tokens after the prompt are trained on
-    weights: jax.Array  # [S, n], what each token's loss is multiplied by
-    advantages: jax.Array  # [S, n]
-    sampled_logprobs: jax.Array  # [S, n]
-    drawn_logprobs: jax.Array  # [S, n], under the distribution drawn from, which has a repetition penalty
-    old_logprobs: jax.Array  # [S, n], of the trainer before the step's first update
-    reference_logprobs: jax.Array  # [S, n], of the first model; 0 without a KL
-    values: jax.Array  # [S, n], of the critic before the step's first update; 0 without a critic
-    returns: jax.Array  # [S, n], what the critic learns; 0 without a critic
-    point: jax.Array  # [], the KL that KTO compares completions with; 0 without
-    covariant: jax.Array  # [S, n] bool, which tokens a loss treats otherwise by their covariance
-    uncertain: jax.Array  # [S, n] bool, which tokens are among the most uncertain; all are if nothing chooses them
-    kl_coef: jax.Array  # [], weight of the KL in the loss
-    entropy_bonus: jax.Array  # []
-    teacher: jax.Array  # [S, n, V], a teacher's log-probability of every token; V is 0 if the loss compares with none
+    tokens: Array  # [S, T] int32, the prompt and what follows it
+    starts: Array  # [S] int32, length of the prompt
+    valid: Array  # [S, n] bool, which tokens after the prompt are trained on
+    weights: Array  # [S, n], what each token's loss is multiplied by
+    advantages: Array  # [S, n]
+    sampled_logprobs: Array  # [S, n]
+    scores: Mapping[str, Array]
+    """By the names in `naive_rules`, those that the algorithm reads: [S, n], or [S, n, V] of a whole vocabulary, or []
+    of an optimizer step."""
+    kl_coef: Array  # [], weight of the KL in the loss
+    entropy_bonus: Array  # []
 
 
 class Scores(NamedTuple, Generic[Array]):
@@ -63,8 +67,6 @@ class Scores(NamedTuple, Generic[Array]):
 
     logprobs: Array  # [S, n], of the actual tokens
     entropy: Array  # [S, n], of the distribution that each token is drawn from: the mean of -logprob
-    variance: Array  # [S, n], of -logprob under that distribution
-    highest: Array  # [S, n], log-probability of the likeliest token
 
 
 @contextlib.contextmanager
@@ -72,6 +74,11 @@ def in_float64() -> Iterator[None]:
     """Compute in float64 inside the block, on the CPU because TPUs have no float64."""
     with jax.enable_x64(True), _precise_cpu():
         yield
+
+
+def wide(weights: Mapping[str, np.ndarray]) -> Weights:
+    """Convert weights to float64; call it within `in_float64`."""
+    return {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
 
 
 @contextlib.contextmanager
@@ -88,7 +95,7 @@ def _precise_cpu() -> Iterator[None]:
 
 
 def logits(weights: Weights, tokens: jax.Array, decoder: DecoderConfig, places: jax.Array | None = None) -> jax.Array:
-    """Logits [n, V] for the token after each of those at `places` [n] in one sequence [T]; None: after each of all."""
+    """Logits [n, V] of the tokens that follow those at `places` [n] of a sequence [T]; None: that follow each token."""
     states = hidden_states(weights, tokens, decoder)
     return (states if places is None else states[places]) @ weights["embed" if decoder.tied else "head"].T
 
@@ -163,7 +170,7 @@ def _gated(
     activation: Activation,
     biases: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """What a gated linear unit makes of [T, D]; `biases` are of gate, up and down."""
+    """The output [T, D] of a gated linear unit for `y` [T, D]; `biases` are those of gate, up and down."""
     shut, passed = y @ gate, y @ up
     if biases:
         shut, passed = shut + biases[0][None], passed + biases[1][None]
@@ -180,7 +187,7 @@ def _gated(
 
 
 def _of_experts(y: jax.Array, w: Weights, experts: Experts) -> jax.Array:
-    """What a mixture of experts makes of [T, D]: all experts compute all tokens, most with a share of 0."""
+    """The output [T, D] of a mixture of experts for `y` [T, D]: all compute every token, most with a share of 0."""
     logits = y @ w["router"] + (w["router_bias"][None] if experts.bias else 0.0)
     shares = jax.nn.softmax(logits, axis=-1)  # [T, E]
     least = jnp.sort(shares, axis=-1)[:, -experts.top, None]
@@ -274,8 +281,8 @@ def distributions(
 ) -> jax.Array:
     """Log-probabilities [S, n, V] of all tokens at the n places after each prompt: of softmax(logits / temperature).
 
-    With a repetition penalty other than 1, logits of all earlier tokens of the sequence are first divided by it where
-    they are positive, and multiplied elsewhere.
+    With a repetition penalty other than 1, logits of all earlier tokens of the sequence are first divided by it if they
+    are positive, and multiplied by it otherwise.
 
     Args:
         weights: by parameter name.
@@ -283,7 +290,7 @@ def distributions(
         starts: [S] int32, lengths of the prompts.
         decoder: the model's architecture.
         temperature: of the softmax.
-        penalty: on repetition; 1: none.
+        penalty: the repetition penalty; 1 has no effect.
         n: number of places after each prompt.
     """
 
@@ -299,14 +306,13 @@ def distributions(
 
 
 def scores(table: jax.Array, tokens: jax.Array, starts: jax.Array) -> Scores[jax.Array]:
-    """Scores of the tokens after each prompt, [S, n], under `distributions` [S, n, V]; tokens as there."""
+    """Scores [S, n] of the tokens after each prompt; `table` [S, n, V] holds the `distributions` after the prompts."""
 
     def of_one(own: jax.Array, tokens: jax.Array, start: jax.Array) -> Scores[jax.Array]:
         entropy = -jnp.sum(jnp.exp(own) * own, axis=-1)
-        variance = jnp.sum(jnp.exp(own) * own * own, axis=-1) - entropy**2
         targets = tokens[_before(start, len(tokens), len(own)) + 1]
         logprobs = jnp.take_along_axis(own, targets[:, None], axis=1)[:, 0]
-        return Scores(logprobs, entropy, variance, jnp.max(own, axis=-1))
+        return Scores(logprobs, entropy)
 
     return jax.vmap(of_one)(table, tokens, starts)
 
@@ -316,31 +322,32 @@ def _before(start: jax.Array, length: int, n: int) -> jax.Array:
     return jnp.minimum(start - 1 + jnp.arange(n), length - 2)
 
 
-def divergences(rules: Rules, table: jax.Array, theirs: jax.Array) -> jax.Array:
-    """The divergence [S, n] of the policy's distributions from a teacher's, log-probabilities [S, n, V] each.
+def divergences(reverse: float, table: jax.Array, theirs: jax.Array) -> jax.Array:
+    """The divergence [S, n] of the policy's distributions from another model's, log-probabilities [S, n, V] each.
 
-    It is `teacher_reverse` KL(policy || teacher) + (1 - teacher_reverse) KL(teacher || policy), and 0 if the teacher's
-    V is 0, since the loss then compares with none.
+    It is `reverse` KL(policy || other) + (1 - `reverse`) KL(other || policy), in nats.
     """
-    if not theirs.shape[-1]:
-        return jnp.zeros(table.shape[:2], table.dtype)
-    reverse = jnp.sum(jnp.exp(table) * (table - theirs), axis=-1)
+    backward = jnp.sum(jnp.exp(table) * (table - theirs), axis=-1)
     forward = jnp.sum(jnp.exp(theirs) * (theirs - table), axis=-1)
-    return rules.teacher_reverse * reverse + (1 - rules.teacher_reverse) * forward
+    return reverse * backward + (1 - reverse) * forward
 
 
 def objective(
-    rules: Rules, found: Scores[jax.Array], sequences: Sequences, divergence: jax.Array | None = None
+    rules: Rules, found: Scores[jax.Array], sequences: Sequences[jax.Array], table: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The loss of one optimizer step, [], and the sum of its terms' absolute values, [].
 
-    `divergence` [S, n] is that of `divergences`. An error of the loss is judged relative to that sum, since its terms
-    may cancel. A KL is a difference of log-probabilities that are nearly equal, so it counts by their size. So does the
-    value of the hinge, which is 1 minus such a difference and may be nearly 0; its gradient has no such cancellation.
+    `table` [S, n, V] holds the policy's distributions, which the loss reads if it compares whole ones; None leaves that
+    term out.
+
+    An error of the loss is judged relative to that sum, since its terms may cancel. A KL is a difference of
+    log-probabilities that are nearly equal, so it counts by their size. So does the value of the hinge, which is 1
+    minus such a difference and may be nearly 0; its gradient has no such cancellation.
     """
     losses = policy_losses(rules, found.logprobs, sequences) + kl_losses(rules, found.logprobs, sequences)
-    if divergence is not None:
-        losses += rules.teacher_weight * divergence
+    if table is not None and rules.distilled is not None and rules.compared is not None:
+        theirs = sequences.scores[rules.compared]
+        losses += rules.distilled.weight * divergences(rules.distilled.reverse, table, theirs)
     compared = sequences.kl_coef if rules.kl not in ("none", "k1_reward") else 0.0
     terms = jnp.where(sequences.valid, losses * sequences.weights, 0.0)
     sizes = jnp.where(sequences.valid, compared * found.logprobs * sequences.weights, 0.0)
@@ -356,7 +363,10 @@ def objective(
 def continuation_values(
     weights: Weights, tokens: jax.Array, starts: jax.Array, decoder: DecoderConfig, n: int
 ) -> jax.Array:
-    """A critic's values before each of the n tokens after each prompt, [S, n]; arguments as for `distributions`."""
+    """The values, by a model whose head gives them, before each of the n tokens after each prompt, [S, n].
+
+    Arguments as for `distributions`.
+    """
 
     def of_one(tokens: jax.Array, start: jax.Array) -> jax.Array:
         return values(weights, tokens, decoder)[_before(start, len(tokens), n)]
@@ -364,23 +374,26 @@ def continuation_values(
     return jax.vmap(of_one)(tokens, starts)
 
 
-def value_objective(found: jax.Array, sequences: Sequences, clip: float | None) -> jax.Array:
-    """The critic's loss, [], from its values [S, n]: half the mean squared error, not below that of clipped values."""
-    errors = (found - sequences.returns) ** 2
+def value_objective(found: jax.Array, sequences: Sequences[jax.Array], clip: float | None) -> jax.Array:
+    """The loss [] of estimated values [S, n]: half their mean squared error, or that of clipped ones where larger.
+
+    `clip` bounds how far a value may move from the one before the step; None sets no bound.
+    """
+    errors = (found - sequences.scores[RETURNS]) ** 2
     if clip is not None:
-        nearest = jnp.minimum(jnp.maximum(found, sequences.values - clip), sequences.values + clip)
-        errors = jnp.maximum(errors, (nearest - sequences.returns) ** 2)
+        nearest = jnp.minimum(jnp.maximum(found, sequences.scores[VALUES] - clip), sequences.scores[VALUES] + clip)
+        errors = jnp.maximum(errors, (nearest - sequences.scores[RETURNS]) ** 2)
     return 0.5 * jnp.sum(jnp.where(sequences.valid, errors, 0.0)) / jnp.sum(sequences.valid)
 
 
-def policy_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Array:
+def policy_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences[jax.Array]) -> jax.Array:
     """The policy loss of each token, [S, n], times the importance weight of `rules.correction`.
 
     Formulas: PPO's clipped surrogate (arXiv:1707.06347), dual clip (arXiv:1912.09729), GSPO (arXiv:2507.18071), CISPO
     (arXiv:2506.13585) and REINFORCE (Williams, 1992).
     """
     A, sampled = sequences.advantages, sequences.sampled_logprobs
-    old = sampled if rules.old_logprobs == "sampler" else sequences.old_logprobs
+    old = sampled if rules.old_logprobs == "sampler" else sequences.scores[OLD_LOGPROBS]
     lowest, highest = 1 - rules.clip_low, 1 + rules.clip_high
     if rules.loss in PREFERRED:
         losses = PREFERRED[rules.loss](rules, logprobs, sequences)
@@ -401,14 +414,15 @@ def policy_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> ja
     if rules.off_policy_threshold is not None:
         drift = jnp.sum((sampled - logprobs) * sequences.valid, axis=1, keepdims=True) / _lengths(sequences)
         losses = jnp.where((A < 0) & (drift > rules.off_policy_threshold), 0.0, losses)
-    losses = jnp.where(sequences.uncertain, losses, 0.0)
+    if rules.top_entropy < 1:
+        losses = jnp.where(sequences.scores[UNCERTAIN], losses, 0.0)
     if rules.correction != "none":
-        proposed = sequences.drawn_logprobs if rules.penalised else sampled
+        proposed = sequences.scores[DRAWN_LOGPROBS] if rules.penalised else sampled
         losses = losses * _correction(rules, old - proposed, sequences)
     return losses + rules.drift_coef * (logprobs - sampled) ** 2
 
 
-def _correction(rules: Rules, log_ratio: jax.Array, sequences: Sequences) -> jax.Array:
+def _correction(rules: Rules, log_ratio: jax.Array, sequences: Sequences[jax.Array]) -> jax.Array:
     """The importance weight of each token, [S, n], from its log-ratio of trainer to sampler."""
     weight = jnp.exp(log_ratio)
     judged = weight
@@ -421,12 +435,12 @@ def _correction(rules: Rules, log_ratio: jax.Array, sequences: Sequences) -> jax
     return jnp.where(inside, weight if rules.correction == "reject" else judged, 0.0)
 
 
-def _lengths(sequences: Sequences) -> jax.Array:
+def _lengths(sequences: Sequences[jax.Array]) -> jax.Array:
     """The number of trained tokens of each sequence, [S, 1], at least 1."""
     return jnp.maximum(jnp.sum(sequences.valid, axis=1, keepdims=True), 1)
 
 
-def _sapo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequences) -> jax.Array:
+def _sapo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequences[jax.Array]) -> jax.Array:
     """SAPO (arXiv:2511.20347): the gate f(r) = sigmoid(tau (r - 1)) 4 / tau."""
     positive, negative = (
         rules.loss_options.get(f"tau_{sign}", tau) for sign, tau in (("positive", 1.0), ("negative", 1.05))
@@ -436,7 +450,7 @@ def _sapo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequence
     return -4 / tau / (1 + jnp.exp(-tau * (jnp.exp(logprobs - old) - 1))) * A
 
 
-def _vespo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequences) -> jax.Array:
+def _vespo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequences[jax.Array]) -> jax.Array:
     """VESPO (arXiv:2602.10693): the weight w^k exp(lambda (1 - w)) of a whole sequence has no gradient."""
     A, given = sequences.advantages, rules.loss_options
     w = jnp.exp(jnp.sum((logprobs - old) * sequences.valid, axis=1, keepdims=True))
@@ -445,8 +459,8 @@ def _vespo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequenc
     return -stop_gradient(jnp.where(A >= 0, good, bad)) * A * logprobs
 
 
-def _dppo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequences) -> jax.Array:
-    """DPPO (arXiv:2602.04879): no token whose binary divergence is too large and still growing."""
+def _dppo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequences[jax.Array]) -> jax.Array:
+    """DPPO (arXiv:2602.04879): tokens whose binary divergence is too large and still growing have no loss."""
     A, p, q = sequences.advantages, jnp.exp(logprobs), jnp.exp(old)
     divergence = jnp.abs(p - q)
     if rules.loss == "dppo_kl":
@@ -458,7 +472,7 @@ def _dppo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequence
     return -stop_gradient(jnp.where(growing & (divergence > bound), 0.0, weight)) * A * logprobs
 
 
-def _gmpo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequences) -> jax.Array:
+def _gmpo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequences[jax.Array]) -> jax.Array:
     """GMPO (arXiv:2507.20673): the product of a sequence's clipped ratios to the power of 1 / its length."""
     sign = jnp.where(sequences.advantages > 0, 1.0, -1.0)
     ratio = logprobs - old
@@ -467,14 +481,14 @@ def _gmpo(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequence
     return -jnp.exp(product / _lengths(sequences)) * sequences.advantages
 
 
-def _cov(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequences) -> jax.Array:
+def _cov(rules: Rules, logprobs: jax.Array, old: jax.Array, sequences: Sequences[jax.Array]) -> jax.Array:
     """Clip-Cov and KL-Cov (arXiv:2505.22617): no loss, or a KL to the old policy, at the chosen tokens."""
     A, ratio = sequences.advantages, jnp.exp(logprobs - old)
     if rules.loss == "kl_cov":
         kl = rules.loss_options.get("kl_weight", 1.0) * (ratio - 1 - (logprobs - old))
-        return jnp.where(sequences.covariant, kl, 0.0) - ratio * A
+        return jnp.where(sequences.scores[COVARIANT], kl, 0.0) - ratio * A
     surrogate = jnp.minimum(ratio * A, jnp.clip(ratio, 1 - rules.clip_low, 1 + rules.clip_high) * A)
-    return jnp.where(sequences.covariant, 0.0, -surrogate)
+    return jnp.where(sequences.scores[COVARIANT], 0.0, -surrogate)
 
 
 SOFT = {
@@ -486,16 +500,16 @@ SOFT = {
     "dppo_kl": _dppo,
     "gmpo": _gmpo,
 }
-"""The losses that are not PPO's or a log-likelihood's."""
+"""The losses of single completions that are neither PPO's nor a log-likelihood's."""
 
 
-def _of_pairs(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Array:
+def _of_pairs(rules: Rules, logprobs: jax.Array, sequences: Sequences[jax.Array]) -> jax.Array:
     """The loss of each token's pair: DPO (arXiv:2305.18290), IPO (arXiv:2310.12036) or the hinge (arXiv:2309.06657).
 
     A pair is two rows: the chosen completion and, below it, the rejected one.
     """
     beta, smoothing = rules.loss_options.get("beta", 0.1), rules.loss_options.get("label_smoothing", 0.0)
-    ratios = jnp.where(sequences.valid, logprobs - sequences.reference_logprobs, 0.0)
+    ratios = jnp.where(sequences.valid, logprobs - sequences.scores[KL_TO], 0.0)
     if rules.loss == "ipo":
         ratios = ratios / _lengths(sequences)
     of_row = jnp.sum(ratios, axis=1)
@@ -510,24 +524,24 @@ def _of_pairs(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Ar
     return jnp.broadcast_to(jnp.repeat(found, 2)[:, None], logprobs.shape)
 
 
-def _kto(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Array:
-    """KTO (arXiv:2402.01306): 1 minus the sigmoid of how far a completion lies on its side of the reference point."""
+def _kto(rules: Rules, logprobs: jax.Array, sequences: Sequences[jax.Array]) -> jax.Array:
+    """KTO (arXiv:2402.01306): 1 minus the sigmoid of how far a log-ratio lies on its side of KL_POINT."""
     given = rules.loss_options
-    ratio = jnp.sum(jnp.where(sequences.valid, logprobs - sequences.reference_logprobs, 0.0), axis=1, keepdims=True)
+    ratio = jnp.sum(jnp.where(sequences.valid, logprobs - sequences.scores[KL_TO], 0.0), axis=1, keepdims=True)
     side = jnp.sign(sequences.advantages)
     weight = jnp.where(side > 0, given.get("desirable_weight", 1.0), given.get("undesirable_weight", 1.0))
-    return weight * (1 - 1 / (1 + jnp.exp(-given.get("beta", 0.1) * side * (ratio - sequences.point))))
+    return weight * (1 - 1 / (1 + jnp.exp(-given.get("beta", 0.1) * side * (ratio - sequences.scores[KL_POINT]))))
 
 
 PREFERRED = {"dpo": _of_pairs, "ipo": _of_pairs, "dpo_hinge": _of_pairs, "kto": _kto}
-"""The losses of preferences, which have the reference in them."""
+"""The losses of preferences: functions of log-ratios to the scores KL_TO."""
 
 
-def kl_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Array:
-    """The KL term of each token, [S, n], with its weight and maybe the ratio; 0 without one in the loss."""
+def kl_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences[jax.Array]) -> jax.Array:
+    """The KL term of each token, [S, n], times its weight, and with `kl_by_ratio` times the ratio; 0 without a KL."""
     kl = kl_values(rules, logprobs, sequences)
     if rules.kl_by_ratio:
-        old = sequences.sampled_logprobs if rules.old_logprobs == "sampler" else sequences.old_logprobs
+        old = sequences.sampled_logprobs if rules.old_logprobs == "sampler" else sequences.scores[OLD_LOGPROBS]
         moved = logprobs - old
         if rules.loss == "gspo":  # the ratio of the sequence
             tokens = jnp.maximum(jnp.sum(sequences.valid, axis=1, keepdims=True), 1)
@@ -536,11 +550,11 @@ def kl_losses(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Ar
     return sequences.kl_coef * kl
 
 
-def kl_values(rules: Rules, logprobs: jax.Array, sequences: Sequences) -> jax.Array:
-    """The KL of each token, [S, n]: with d = logprob - reference, d^2/2 (k2) or exp(-d) + d - 1 (k3)."""
+def kl_values(rules: Rules, logprobs: jax.Array, sequences: Sequences[jax.Array]) -> jax.Array:
+    """The KL of each token, [S, n]: with d = logprob - KL_TO, d^2/2 (k2) or exp(-d) + d - 1 (k3)."""
     if rules.kl in ("none", "k1_reward"):
         return jnp.zeros_like(logprobs)
-    d = logprobs - sequences.reference_logprobs
+    d = logprobs - sequences.scores[KL_TO]
     k2, k3 = d * d / 2, jnp.exp(-d) + d - 1
     plus = k2 + stop_gradient(jnp.minimum(k3, 10.0) - k2)  # the value of k3, at most 10, and the gradient of k2
     return {"k2": k2, "k3": k3, "k3+": plus}[rules.kl]

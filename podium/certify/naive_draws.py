@@ -1,7 +1,7 @@
 """Naive form of what a run draws: the order of its prompts, and each token, from hashes and counters.
 
-Numbers and the definitions of docs/certify.md; plain numpy, besides jax's Threefry, which others test. Shapes: n draws
-from a vocabulary of V tokens.
+It follows the definitions in docs/certify.md, in plain numpy; Threefry alone is jax's own, and tested there. Shapes: n
+draws from a vocabulary of V tokens.
 """
 
 import hashlib
@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 BLOCK = 128
-"""Tokens of the vocabulary from which one is drawn at once: first a block is drawn, then a token within it."""
+"""Tokens of a block of the vocabulary; first a block is drawn, then a token within it."""
 NEAR = 1e-5
-"""How near a token may be to the end of a cut, in nats or in probability, for rounding to decide."""
+"""Distance from the end of a cut, in nats or in probability, within which rounding decides what the cut keeps."""
 
 
 class Cut(NamedTuple):
@@ -81,8 +81,8 @@ def random_numbers(seeds: np.ndarray, completions: np.ndarray, positions: np.nda
 def after_cut(table: np.ndarray, cut: Cut) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities [n, V] after a cut, renormalised, and where the cut is clear, [n] bool.
 
-    They are -inf for tokens that are cut off. Tokens as likely as the last one that is kept are kept too. A cut is not
-    clear if a token is so near to its end that rounding decides about it.
+    Log-probabilities are -inf for tokens that are cut off. Tokens as likely as the last one that is kept are kept too.
+    A cut is not clear if a token is so near to the cut's end that rounding decides whether it is kept.
     """
     clear = np.ones(len(table), bool)
     if 0 < cut.top_k < table.shape[1]:
@@ -112,7 +112,7 @@ class DrawErrors(NamedTuple):
     """How far draws are from those of the naive form, [n] each."""
 
     logprobs: np.ndarray
-    """Of the recorded log-probability, in nats."""
+    """Error of the recorded log-probability, in nats."""
     tokens: np.ndarray
     """How far a random number lies outside the range of numbers that draw the token, as a probability."""
 
@@ -171,9 +171,9 @@ def normal_scores(table: np.ndarray, tokens: np.ndarray, evenly: np.ndarray) -> 
 
 
 def prompt_index(seed: int, number: int, count: int, task: int = 0) -> int:
-    """Which of a task's `count` prompts is the one that it draws as its `number`-th, counted from 0.
+    """The index of the prompt, out of a task's `count`, that the task draws at its `number`-th draw, counted from 0.
 
-    All are drawn once before one is drawn again, each time in another order, by a hash of seed, task and round.
+    All are drawn once before one is drawn again. Each round has its own order, by a hash of seed, task and round.
     """
     epoch, place = divmod(number, count)
     key = hash_of(seed, "order", task, epoch)

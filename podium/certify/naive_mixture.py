@@ -1,7 +1,7 @@
 """Naive form of a mixture of tasks: which task and level each prompt of a run is drawn from, and which prompt.
 
-A task of weight w takes each prompt at which its share of all draws so far, of those that earlier tasks left, reaches
-another whole number; where it begins is drawn from the seed. A level is drawn by the means of its last groups.
+For each prompt, tasks are asked in order. A task takes the prompt if its share of all prompts that it was asked about,
+plus a fraction drawn from the seed, has reached another whole number. A level is drawn by the means of its last groups.
 """
 
 import dataclasses
@@ -11,20 +11,21 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from podium.certify.naive_draws import hash_of, prompt_index
+from podium.config.data import RetireConfig
 
 
 class Draw(NamedTuple):
-    """A prompt of the sequence."""
+    """A drawn prompt."""
 
     task: int
-    """Among the levels of all tasks."""
+    """Index among the levels of all tasks; a task without a curriculum has one level."""
     place: int
-    """Among its prompts."""
+    """Index among the prompts of that level."""
 
 
 @dataclasses.dataclass
 class NaiveMixture:
-    """Draws prompts one after another, and takes how they went."""
+    """Draws prompts one after another, and is told how well their groups were answered."""
 
     seed: int
     weights: Sequence[float]
@@ -34,17 +35,14 @@ class NaiveMixture:
     spread: float
     by_progress: bool = False
     """Whether tasks are drawn by their progress: then each has one level."""
-    solved: float = 2.0
-    """The share of right answers from which on a prompt is not drawn again; above 1: none is left out."""
-    kept: int = 0
-    """How many prompts of a level are drawn on however well they go."""
+    retire: RetireConfig | None = None
+    """When prompts are not drawn again; None: all of them are drawn again."""
 
     def __post_init__(self) -> None:
         """Start before the first draw."""
         self.means: list[list[float]] = [[] for own in self.levels for _ in own]
-        """Of the groups of each level, the newest last."""
+        """Shares of right answers of the last groups of each level, newest last."""
         self.retired: set[Draw] = set()
-        self._sizes = [count for own in self.levels for count in own]
         self._weights = [Fraction(1)] if self.by_progress else [Fraction(each) for each in self.weights]
         self._drawn = [0] * len(self._weights)
         self._seen = [0] * len(self._weights)
@@ -63,10 +61,11 @@ class NaiveMixture:
         return Draw(first + level, prompt_index(self.seed, draw, sizes[level], first + level))
 
     def learn(self, draw: Draw, mean: float) -> None:
-        """Take the share of right answers of a group."""
+        """Record the share of right answers to a prompt."""
         self.means[draw.task] = [*self.means[draw.task], mean][-self.window :]
-        left = self._sizes[draw.task] - sum(each.task == draw.task for each in self.retired)
-        if mean >= self.solved and left > self.kept:
+        sizes = [count for own in self.levels for count in own]
+        left = sizes[draw.task] - sum(each.task == draw.task for each in self.retired)
+        if self.retire is not None and mean >= self.retire.pass_rate and left > self.retire.keep:
             self.retired.add(draw)
 
     def _takes(self, task: int) -> bool:

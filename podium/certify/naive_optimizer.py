@@ -42,7 +42,7 @@ def gradient_norm(gradients: Arrays) -> float:
 
 def decays(name: str) -> bool:
     """Whether weight decay applies to the parameter of this name: to matrices, not to norms and vectors."""
-    vector = name == "score" or "norm" in name  # a critic's head is one vector
+    vector = name == "score" or "norm" in name  # a head that gives values is one vector
     return not vector and not name.endswith(("_bias", "sinks", "_taps", "log_decay", "out_scale"))
 
 

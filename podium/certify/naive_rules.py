@@ -5,11 +5,29 @@ Imports nothing from `podium.algorithms`, so that a mistake in a recipe is not r
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from podium.config.schema import AlgorithmConfig
+
+OLD_LOGPROBS = "old_logprobs"
+"""Name of a score of each token: its log-probability by the policy before the step's first update."""
+ENTROPY = "entropy"
+"""Name of a score: the entropy of the distribution that the policy gives there before the step's first update."""
+KL_TO = "reference_logprobs"
+"""Name of a score: the log-probability that a KL, or a loss of preferences, compares the policy's with."""
+VALUES, RETURNS = "values", "returns"
+"""Names of scores: the reward still to come, as estimated before the step's first update, and what that estimate is
+trained to be."""
+DRAWN_LOGPROBS = "drawn_logprobs"
+"""Name of a score: the log-probability under the distribution drawn from, which has a repetition penalty."""
+UNCERTAIN = "uncertain"
+"""Name of a score: whether the policy term counts, because the token's entropy is among the highest."""
+COVARIANT = "covariant"
+"""Name of a score: whether the loss treats the token differently because of its covariance."""
+KL_POINT = "reference_point"
+"""Name of a score, one number for an optimizer step: the KL that KTO compares completions with."""
 
 AdvantageName = Literal[
     "group",
@@ -30,6 +48,23 @@ AdvantageName = Literal[
 OwnAdvantage = Callable[..., np.ndarray]
 """A user's own function from rewards and lengths, [N, G] each, and maybe their `parts` or `baselines`, to advantages
 [N, G]; it is called, not checked."""
+
+
+class Distillation(NamedTuple):
+    """How the policy learns the distributions of another model, which stays as it is."""
+
+    weight: float
+    loss: Literal["sampled", "full"] = "sampled"
+    """sampled: a token's advantage grows by its log-ratio; full: the loss has the divergence of the distributions."""
+    reverse: float = 1.0
+    """Share of KL(policy || other) in the divergence; the rest is KL(other || policy)."""
+    own_prompts: bool = False
+    """Whether the other model reads prompts other than the policy's."""
+
+    @property
+    def score(self) -> str:
+        """The name of the other model's scores: log-probabilities of the tokens, or of the whole vocabulary."""
+        return "teacher_hidden" if self.loss == "full" else "teacher_logprobs"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,20 +107,51 @@ class Rules:
     credit: Literal["episode", "turn"] = "episode"
     gamma: float = 1.0
     penalised: bool = False
-    """Whether tokens are drawn with a repetition penalty, and the policy has none."""
-    teacher_weight: float = 0.0
-    """0: there is no teacher."""
-    teacher_loss: Literal["sampled", "full"] = "sampled"
-    teacher_reverse: float = 1.0
-    teacher_privileged: bool = False
-    """Whether the teacher reads its own prompt."""
+    """Whether tokens are drawn with a repetition penalty, which the trained policy does not have."""
+    distilled: Distillation | None = None
     updates_per_batch: int = 1
     minibatches: int = 1
 
     @property
     def preferences(self) -> bool:
-        """Whether the loss compares completions of the data with the reference's."""
+        """Whether the loss compares completions of the data, by how much likelier they have become."""
         return self.loss in ("dpo", "ipo", "dpo_hinge", "kto")
+
+    @property
+    def read_scores(self) -> tuple[str, ...]:
+        """Names of the scores by models that advantages or loss read."""
+        distilled = self.distilled
+        needed = {
+            OLD_LOGPROBS: self.old_logprobs == "trainer" or (distilled is not None and distilled.loss == "sampled"),
+            ENTROPY: self.top_entropy < 1,
+            KL_TO: self.kl != "none" or self.preferences,
+            VALUES: self.advantage == "values",
+        }
+        return (*(name for name, read in needed.items() if read), *(() if distilled is None else (distilled.score,)))
+
+    @property
+    def kept_scores(self) -> tuple[str, ...]:
+        """Names of the scores that a batch keeps for its loss.
+
+        With a single optimizer step per batch, the policy's log-probabilities before it are the current ones, so they
+        are not stored. Losses of preferences have no ratio that would read them.
+        """
+        several = self.updates_per_batch * self.minibatches > 1
+        kept = {
+            OLD_LOGPROBS: self.old_logprobs == "trainer" and several and not self.preferences,
+            KL_TO: self.kl in ("k2", "k3", "k3+") or self.preferences,
+            RETURNS: self.advantage == "values",
+            UNCERTAIN: self.top_entropy < 1,
+            KL_POINT: self.loss == "kto",
+            COVARIANT: self.loss in ("clip_cov", "kl_cov"),
+            DRAWN_LOGPROBS: self.penalised and self.correction != "none",
+        }
+        return (*(name for name, read in kept.items() if read), *(() if self.compared is None else (self.compared,)))
+
+    @property
+    def compared(self) -> str | None:
+        """The name of the scores that are whole distributions, which the loss compares; None if it compares none."""
+        return None if self.distilled is None or self.distilled.loss == "sampled" else self.distilled.score
 
 
 RULES: dict[str, Rules] = {

@@ -1,4 +1,4 @@
-"""Naive form of what a step changes for the next: weights of the KL and of the entropy bonus, and the reference.
+"""Naive form of what a step changes for the next: weights of the KL and of the entropy bonus, and moving models.
 
 Plain numbers and numpy in float64.
 """
@@ -16,7 +16,7 @@ MOST_ERROR = 0.2  # arXiv:1909.08593 clips the relative distance from the target
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Coefficients:
-    """Weights of the loss that follow what a run measures."""
+    """Weights of terms of the loss that a run adapts to its measured KL and entropy."""
 
     kl_coef: float
     entropy_bonus: float
@@ -24,13 +24,13 @@ class Coefficients:
     """Mean entropy of the last update, in nats; infinite before the first."""
 
     def applied(self, rules: Rules) -> "Coefficients":
-        """Those of the next update's loss: the bonus is 0 unless the last update's entropy was at most the target."""
+        """The weights in the next update's loss: the bonus is 0 unless the last entropy was at most the target."""
         if rules.entropy_target is None or self.last_entropy <= rules.entropy_target:
             return self
         return dataclasses.replace(self, entropy_bonus=0.0)
 
     def after_update(self, rules: Rules, entropy: float) -> "Coefficients":
-        """Those after an update of this mean entropy, in nats: a step up or down (Skywork-OR1, arXiv:2505.22312)."""
+        """The weights after an update of this mean entropy, in nats: a step up or down (arXiv:2505.22312)."""
         if rules.entropy_target is None:
             return self
         sign = -1 if entropy > rules.entropy_target else 1
@@ -38,13 +38,13 @@ class Coefficients:
         return dataclasses.replace(self, entropy_bonus=bonus, last_entropy=entropy)
 
     def after_step(self, rules: Rules, kl: float) -> "Coefficients":
-        """Those after a step of this mean KL, in nats per token (Ziegler et al., arXiv:1909.08593)."""
+        """The weights after a step with this mean KL, in nats per token (Ziegler et al., arXiv:1909.08593)."""
         if rules.kl_target is None:
             return self
         error = sorted((-MOST_ERROR, (kl - rules.kl_target) / rules.kl_target, MOST_ERROR))[1]
         return dataclasses.replace(self, kl_coef=self.kl_coef + self.kl_coef * rules.kl_gain * error)
 
 
-def moved_reference(reference: Arrays, policy: Arrays, mixup: float) -> Arrays:
-    """The reference after it has moved towards the policy (TR-DPO, arXiv:2404.09656)."""
-    return {name: x + mixup * (np.asarray(policy[name], np.float64) - x) for name, x in reference.items()}
+def moved_weights(weights: Arrays, policy: Arrays, mixup: float) -> Arrays:
+    """The weights of a model that follows the policy, after it has moved towards it (TR-DPO, arXiv:2404.09656)."""
+    return {name: x + mixup * (np.asarray(policy[name], np.float64) - x) for name, x in weights.items()}

@@ -1,25 +1,36 @@
 """Naive form of preparing a step: from graded episodes to kept groups, advantages, token weights and minibatches.
 
 Plain numpy in float64. Shapes: N prompts with G episodes each; at most n tokens follow a prompt. The reward of an
-episode that failed for a reason that is not the model's is NaN: it is in no mean.
+episode that failed for a reason that is not the model's is NaN, and enters no mean.
 """
 
 import dataclasses
 import inspect
 import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from podium.certify.naive import Sequences
-from podium.certify.naive_rules import Rules
+from podium.certify.naive_rules import (
+    COVARIANT,
+    DRAWN_LOGPROBS,
+    ENTROPY,
+    KL_POINT,
+    KL_TO,
+    OLD_LOGPROBS,
+    RETURNS,
+    UNCERTAIN,
+    VALUES,
+    Rules,
+)
 
 Scored = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""A model: maps tokens [S, T] and prompt lengths [S] to log-probabilities [S, n] of the tokens after the prompts, or to
-those of the whole vocabulary at their places, [S, n, V]."""
+"""A model: maps tokens [S, T] and prompt lengths [S] to a score of each token after the prompts, [S, n], or to
+log-probabilities of the whole vocabulary at their places, [S, n, V]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,14 +54,17 @@ class Episode:
     reward: float
     turn_rewards: tuple[float, ...] = ()
     """What each turn earned, in a conversation; empty: it has one turn, which earned `reward`."""
-    parts: tuple[tuple[str, float, float], ...] = ()
-    """Name, value and weight of each part of the reward."""
-    values: tuple[tuple[str, float], ...] = ()
-    """Name and value of each part, those without a weight included."""
+    parts: tuple[tuple[str, float, float | None], ...] = ()
+    """Name, value and weight of each part of the reward; the weight is None if the part is recorded alone."""
     baseline: float = np.nan
-    """The reward of its prompt's greedy completion; NaN: there is none, or it failed."""
+    """The reward of its prompt's greedy completion; NaN without one, or if it failed."""
     privileged: tuple[int, ...] = ()
-    """The prompt of a teacher that reads another one."""
+    """The prompt that a model with prompts of its own reads instead."""
+
+    @property
+    def weighted(self) -> dict[str, tuple[float, float]]:
+        """Value and weight of each part that counts, by its name."""
+        return {name: (value, weight) for name, value, weight in self.parts if weight is not None}
 
     @property
     def failed(self) -> bool:
@@ -71,135 +85,125 @@ class Room(NamedTuple):
     episodes: int  # S
     prompt: int  # tokens of the longest prompt
     continuation: int  # n
-    hint: int = 0  # tokens by which the prompt of a teacher that reads another one is longer
+    hint: int = 0  # tokens by which the longest `Episode.privileged` is longer
 
 
 def optimizer_steps(
     rules: Rules,
     groups: Sequence[Sequence[Episode]],
     room: Room,
+    models: Mapping[str, Scored],
     *,
     max_new_tokens: int,
-    policy: Scored,
-    reference: Scored | None,
-    teacher: Scored | None,
-    critic: Scored | None = None,
-    entropy: Scored | None = None,
-) -> list[Sequences]:
+) -> list[Sequences[np.ndarray]]:
     """The optimizer steps of one pass over a step's groups, in order, without those that have no token to train on.
 
     Args:
         rules: the algorithm.
         groups: the episodes of each prompt, [N][G].
         room: sizes of the arrays.
+        models: as before the step's first update, by the name of their scores: at least `rules.read_scores`.
         max_new_tokens: maximum length of a completion.
-        policy: the policy before the step's first update.
-        reference: the frozen first model; None if neither a KL nor the loss reads it.
-        teacher: with `teacher_loss` full its whole distributions; None if the algorithm has none.
-        critic: its values before each token, before the step's first update; None if the algorithm has none.
-        entropy: the policy's entropy before each token, before the step's first update; None if nothing reads it.
     """
     kept = [group for group in groups if rules.zero_variance == "keep" or not _equal(rules, group)]
     if not kept:
         return []
     rules = _with_arguments(rules, kept)
     flat = [episode for group in kept for episode in group]
-    shape = (len(kept), len(kept[0]))  # [N, G]
-    rewards = np.array([np.float32(each.reward) for each in flat], np.float64).reshape(shape)
     trained = _trained(rules, flat, room)  # [S, n]
-    lengths = trained.sum(axis=1)  # [S]
     tokens, starts = padded_tokens(flat, room)
     sampled = _padded([each.logprobs for each in flat], room)  # [S, n]
-    proposed = _padded([each.drawn_logprobs for each in flat], room)  # [S, n]
-    from_reference = np.zeros(trained.shape) if reference is None else reference(tokens, starts)
+    read = {name: models[name](*_as_read(rules, name, flat, room)) for name in rules.read_scores}
+    read[DRAWN_LOGPROBS] = _padded([each.drawn_logprobs for each in flat], room)
+    advantages, read[RETURNS] = _of_tokens(rules, kept, trained, sampled, read)
+    made = []
+    for first, end in minibatch_bounds(len(kept), rules.minibatches):
+        own = slice(first * len(kept[0]), end * len(kept[0]))
+        weights = np.zeros(trained.shape)
+        failed = sum(episode.failed for episode in flat[own])
+        weights[own] = token_weights(rules, trained[own], max_new_tokens, failed=failed)
+        if not weights.any():
+            continue
+        step = Sequences(
+            tokens=tokens,
+            starts=starts,
+            valid=trained & (weights > 0),
+            weights=weights,
+            advantages=advantages,
+            sampled_logprobs=sampled,
+            scores=read,
+            kl_coef=np.asarray(rules.kl_coef),
+            entropy_bonus=np.asarray(rules.entropy_bonus),
+        )
+        chosen = _of_step(rules, step, flat[own], room, models)
+        made.append(dataclasses.replace(step, scores={**read, **chosen}))
+    return made
+
+
+def _as_read(rules: Rules, name: str, episodes: Sequence[Episode], room: Room) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens, and lengths of prompts, from which a model computes the scores of this name."""
+    distilled = rules.distilled
+    if distilled is None or name != distilled.score or not distilled.own_prompts:
+        return padded_tokens(episodes, room)
+    own = [dataclasses.replace(each, prompt=each.privileged) for each in episodes]
+    return padded_tokens(own, room._replace(prompt=room.prompt + room.hint))
+
+
+def _of_tokens(
+    rules: Rules,
+    groups: Sequence[Sequence[Episode]],
+    trained: np.ndarray,
+    sampled: np.ndarray,
+    read: Mapping[str, np.ndarray],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages, and what estimated values are trained to be (0 without any), [S, n] each, from the scores `read`."""
+    flat, shape = [episode for group in groups for episode in group], (len(groups), len(groups[0]))
+    rewards = np.array([np.float32(each.reward) for each in flat], np.float64).reshape(shape)
     if rules.kl == "k1_reward":
-        charged = np.sum((sampled - from_reference) * trained, axis=1)[: len(flat)]
+        charged = np.sum((sampled - read[KL_TO]) * trained, axis=1)[: len(flat)]
         rewards = rewards - rules.kl_coef * charged.reshape(shape)
-    advantages = np.zeros(trained.shape)  # [S, n]
-    values = np.zeros(trained.shape)
-    returns = np.zeros(trained.shape)
+    advantages, returns = np.zeros(trained.shape), np.zeros(trained.shape)
     if rules.advantage == "values":
-        assert critic is not None, "advantages are made of its values"
-        values = critic(tokens, starts)
-        advantages, returns = _of_values(rules, rewards.ravel(), values, trained)
+        advantages, returns = _of_values(rules, rewards.ravel(), read[VALUES], trained)
     elif rules.credit == "turn":
-        advantages[: len(flat)] = _of_turns(rules, kept, trained[: len(flat)])
+        advantages[: len(flat)] = _of_turns(rules, groups, trained[: len(flat)])
     elif rules.advantage == "greedy":
         greedy = np.array([np.float32(each.baseline) for each in flat], np.float64)
         advantages[: len(flat)] = np.nan_to_num(rewards.reshape(-1, 1) - greedy.reshape(-1, 1))
     elif rules.advantage == "decoupled":
-        advantages[: len(flat)] = _decoupled(rules, kept).reshape(-1, 1)
+        advantages[: len(flat)] = _decoupled(rules, groups).reshape(-1, 1)
     else:
-        found = advantages_of(rules, rewards, lengths[: len(flat)].reshape(shape))
+        found = advantages_of(rules, rewards, trained.sum(axis=1)[: len(flat)].reshape(shape))
         advantages[: len(flat)] = found.reshape(-1, 1)
-    taught = np.zeros((*trained.shape, 0))  # [S, n, V]
-    if rules.teacher_weight and teacher is not None:
-        advantages, taught = _with_teacher(rules, advantages, episodes=flat, room=room, teacher=teacher, policy=policy)
-    entropies = np.zeros(trained.shape) if entropy is None else entropy(tokens, starts)
-    old = policy(tokens, starts) if rules.old_logprobs == "trainer" else sampled
-
-    made = []
-    for first, end in minibatch_bounds(len(kept), rules.minibatches):
-        own = slice(first * shape[1], end * shape[1])
-        weights = np.zeros(trained.shape)
-        failed = sum(episode.failed for episode in flat[own])
-        weights[own] = token_weights(rules, trained[own], max_new_tokens, failed=failed)
-        valid = trained & (weights > 0)
-        if weights.any():
-            made.append(
-                Sequences(
-                    tokens=tokens,  # pyright: ignore[reportArgumentType]  # numpy arrays until jax uses them
-                    starts=starts,  # pyright: ignore[reportArgumentType]
-                    valid=valid,  # pyright: ignore[reportArgumentType]
-                    weights=weights,  # pyright: ignore[reportArgumentType]
-                    advantages=advantages,  # pyright: ignore[reportArgumentType]
-                    sampled_logprobs=sampled,  # pyright: ignore[reportArgumentType]
-                    drawn_logprobs=proposed,  # pyright: ignore[reportArgumentType]
-                    old_logprobs=old,  # pyright: ignore[reportArgumentType]
-                    reference_logprobs=from_reference,  # pyright: ignore[reportArgumentType]
-                    values=values,  # pyright: ignore[reportArgumentType]
-                    returns=returns,  # pyright: ignore[reportArgumentType]
-                    point=_reference_point(rules, flat[own], room, policy, reference),  # pyright: ignore[reportArgumentType]
-                    covariant=covariant_tokens(  # pyright: ignore[reportArgumentType]
-                        rules, tokens, starts=starts, logprobs=sampled, advantages=advantages, valid=valid
-                    ),
-                    uncertain=uncertain_tokens(rules, entropies, valid),  # pyright: ignore[reportArgumentType]
-                    kl_coef=np.asarray(rules.kl_coef),  # pyright: ignore[reportArgumentType]
-                    entropy_bonus=np.asarray(rules.entropy_bonus),  # pyright: ignore[reportArgumentType]
-                    teacher=taught,  # pyright: ignore[reportArgumentType]
-                )
-            )
-    return made
+    if rules.distilled is not None and rules.distilled.loss == "sampled":
+        advantages = advantages + rules.distilled.weight * (read[rules.distilled.score] - read[OLD_LOGPROBS])
+    return advantages, returns
 
 
-def _with_teacher(
-    rules: Rules, advantages: np.ndarray, episodes: Sequence[Episode], room: Room, teacher: Scored, policy: Scored
-) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages [S, n], and the teacher's distributions [S, n, V], where V is 0 if these are not in the loss."""
-    theirs = padded_tokens(episodes, room)
-    if rules.teacher_privileged:
-        own = [dataclasses.replace(each, prompt=each.privileged) for each in episodes]
-        theirs = padded_tokens(own, room._replace(prompt=room.prompt + room.hint))
-    if rules.teacher_loss == "full":
-        return advantages, teacher(*theirs)
-    distance = teacher(*theirs) - policy(*padded_tokens(episodes, room))
-    return advantages + rules.teacher_weight * distance, np.zeros((*advantages.shape, 0))
+def _of_step(
+    rules: Rules, step: Sequences[np.ndarray], episodes: Sequence[Episode], room: Room, models: Mapping[str, Scored]
+) -> dict[str, np.ndarray]:
+    """The scores that depend on the whole optimizer step, whose episodes these are: tokens that it chooses, a KL."""
+    found: dict[str, np.ndarray] = {}
+    if rules.top_entropy < 1:
+        found[UNCERTAIN] = uncertain_tokens(step.scores[ENTROPY], step.valid, rules.top_entropy)
+    if rules.loss in ("clip_cov", "kl_cov"):
+        found[COVARIANT] = covariant_tokens(rules, step)
+    if rules.loss == "kto":
+        found[KL_POINT] = _kl_point(rules, episodes, room, models)
+    return found
 
 
-def _reference_point(
-    rules: Rules, episodes: Sequence[Episode], room: Room, policy: Scored, reference: Scored | None
-) -> np.ndarray:
+def _kl_point(rules: Rules, episodes: Sequence[Episode], room: Room, models: Mapping[str, Scored]) -> np.ndarray:
     """KTO's estimate of the KL, []: the mean log-ratio of completions that follow the next row's prompt, at least 0."""
-    if rules.loss != "kto" or reference is None:
-        return np.zeros(())
     moved = [dataclasses.replace(episodes[row - 1], prompt=each.prompt) for row, each in enumerate(episodes)]
-    tokens, starts = padded_tokens(moved, room)
-    ratios = np.where(_trained(rules, moved, room), policy(tokens, starts) - reference(tokens, starts), 0.0)
+    now, before = (models[name](*padded_tokens(moved, room)) for name in (OLD_LOGPROBS, KL_TO))
+    ratios = np.where(_trained(rules, moved, room), now - before, 0.0)
     return np.maximum(ratios.sum() / len(moved), 0.0)
 
 
 def advantages_of(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Advantages [N, G] by `rules.advantage`, from rewards and numbers of trained tokens, [N, G] each; 0 without."""
+    """Advantages [N, G] by `rules.advantage`, from rewards and numbers of trained tokens; 0 where a reward is NaN."""
     count = np.maximum(np.sum(~np.isnan(rewards), axis=1, keepdims=True), 1)  # [N, 1]
     total = np.nansum(rewards, axis=1, keepdims=True)
     centred = rewards - total / count
@@ -230,7 +234,7 @@ def advantages_of(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.
 
 
 def _with_arguments(rules: Rules, groups: Sequence[Sequence[Episode]]) -> Rules:
-    """The rules; a user's own advantage that reads parts or greedy rewards is given those of these groups."""
+    """The rules, with a user's own advantage bound to the parts and greedy rewards of these groups, if it reads any."""
     own = rules.advantage
     if not callable(own):
         return rules
@@ -239,8 +243,8 @@ def _with_arguments(rules: Rules, groups: Sequence[Sequence[Episode]]) -> Rules:
         own = partial(own, baselines=np.array([np.float32(group[0].baseline) for group in groups]))
     if "parts" not in wanted:
         return dataclasses.replace(rules, advantage=own)
-    names = sorted({name for group in groups for episode in group for name, _, _ in episode.parts})
-    given = [[{name: rest for name, *rest in episode.parts} for episode in group] for group in groups]
+    given = [[episode.weighted for episode in group] for group in groups]
+    names = sorted({name for group in given for each in group for name in each})
     missing = (np.nan, 0.0)
     table = np.array([[[each.get(name, missing) for name in names] for each in group] for group in given], np.float64)
     parts = Parts(values=table[..., 0], weights=table[..., 1])
@@ -250,9 +254,10 @@ def _with_arguments(rules: Rules, groups: Sequence[Sequence[Episode]]) -> Rules:
 def _of_values(
     rules: Rules, rewards: np.ndarray, values: np.ndarray, trained: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and what a critic learns, [S, n] each, by the sums in arXiv:1506.02438; `rewards` [S] come at the end.
+    """Advantages and what values are trained to be, [S, n] each, by the sums in arXiv:1506.02438.
 
-    Only trained tokens are steps of an episode; what an environment writes lies within one.
+    An episode earns its reward, of `rewards` [S], with its last trained token. Only trained tokens are its steps; what
+    an environment writes lies within one.
     """
     gamma, weight = rules.advantage_options["gamma"], rules.advantage_options["gamma"] * rules.advantage_options["lam"]
     advantages, returns = np.zeros(trained.shape), np.zeros(trained.shape)
@@ -272,9 +277,9 @@ def _of_values(
 
 
 def _of_turns(rules: Rules, groups: Sequence[Sequence[Episode]], trained: np.ndarray) -> np.ndarray:
-    """The advantage of each token, [N * G, n]: that of the return from its turn on, among those who had that turn.
+    """The advantage of each token, [N * G, n]: that of the return from its turn on, among episodes that had that turn.
 
-    `trained` [N * G, n] says which tokens are trained. A turn that one episode of its group alone reached has 0.
+    `trained` [N * G, n] says which tokens are trained. A turn that only one episode of its group reached has 0.
     """
     flat = [episode for group in groups for episode in group]
     returns = [_returns(rules, episode) for episode in flat]
@@ -313,28 +318,18 @@ def token_weights(rules: Rules, trained: np.ndarray, max_new_tokens: int, *, fai
     return trained / (episodes * (np.maximum(lengths, 1) if rules.mean == "sequence" else max_new_tokens))
 
 
-def uncertain_tokens(rules: Rules, entropies: np.ndarray, valid: np.ndarray) -> np.ndarray:
-    """Which tokens [S, n] have at least the quantile of the step's entropies (arXiv:2506.01939), as nearly as 1e-4."""
-    if rules.top_entropy == 1:
-        return np.ones(valid.shape, bool)
-    least = np.quantile(entropies[valid], 1 - rules.top_entropy, method="higher")
+def uncertain_tokens(entropies: np.ndarray, valid: np.ndarray, share: float) -> np.ndarray:
+    """Which tokens [S, n] are among this share of the step's highest entropies (arXiv:2506.01939), within 1e-4 nats."""
+    least = np.quantile(entropies[valid], 1 - share, method="higher")
     return valid & (entropies > least - 1e-4)
 
 
-def covariant_tokens(
-    rules: Rules,
-    tokens: np.ndarray,
-    starts: np.ndarray,
-    logprobs: np.ndarray,
-    advantages: np.ndarray,
-    valid: np.ndarray,
-) -> np.ndarray:
+def covariant_tokens(rules: Rules, step: Sequences[np.ndarray]) -> np.ndarray:
     """Which tokens [S, n] Clip-Cov or KL-Cov chooses (arXiv:2505.22617) among the step's trained tokens.
 
     Clip-Cov draws evenly among those in its band, by numpy's generator, seeded with the CRC-32 of their int32 ids.
     """
-    if rules.loss not in ("clip_cov", "kl_cov"):
-        return np.zeros(valid.shape, bool)
+    valid, logprobs, advantages = step.valid, step.sampled_logprobs, step.advantages
     found = (logprobs - logprobs[valid].mean()) * (advantages - advantages[valid].mean())
     rows, places = np.nonzero(valid)
     given = rules.loss_options
@@ -343,7 +338,7 @@ def covariant_tokens(
     if rules.loss == "kl_cov":
         which = np.array(sorted(range(len(rows)), key=lambda each: -own[each])[:count])
     else:
-        ids = tokens[rows, starts[rows] + places].astype(np.int32)
+        ids = step.tokens[rows, step.starts[rows] + places].astype(np.int32)
         inside = np.flatnonzero((own > given.get("cov_low", 1.0)) & (own < given.get("cov_high", 5.0)))
         which = np.random.default_rng(zlib.crc32(ids.tobytes())).permutation(inside)[:count]
     chosen = np.zeros(valid.shape, bool)
@@ -379,7 +374,7 @@ def _equal(rules: Rules, group: Sequence[Episode]) -> bool:
     """
     known = [episode for episode in group if not episode.failed]
     if (metric := rules.zero_variance_metric) is not None:
-        return len({np.float32(value) for each in known for name, value in each.values if name == metric}) <= 1
+        return len({np.float32(value) for each in known for name, value, _ in each.parts if name == metric}) <= 1
     if rules.credit == "episode":
         return len({float(np.float32(each.reward)) for each in known}) <= 1
     returns = [_returns(rules, episode) for episode in known]
@@ -427,8 +422,9 @@ def _decoupled(rules: Rules, groups: Sequence[Sequence[Episode]]) -> np.ndarray:
     """GDPO (arXiv:2601.05242): the advantages [N, G] of parts standardised one by one, 0 for failed episodes."""
     found = np.array([[np.nan if episode.failed else 0.0 for episode in group] for group in groups])
     for n, group in enumerate(groups):
-        for name in {name for episode in group for name, _, _ in episode.parts}:
-            own = {g: (value, weight) for g, e in enumerate(group) for each, value, weight in e.parts if each == name}
+        parts = [episode.weighted for episode in group]
+        for name in {name for each in parts for name in each}:
+            own = {g: each[name] for g, each in enumerate(parts) if name in each}
             values = [float(np.float32(value)) for value, _ in own.values()]
             for g, (value, weight) in own.items() if len(values) > 1 else ():
                 deviation = np.std(values, ddof=rules.std_ddof) + rules.std_eps
@@ -448,7 +444,7 @@ def _length_weighted(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> 
 
 
 def _rescaled(rules: Rules, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """GPG (arXiv:2504.02546): as if the batch were the groups alone whose rewards differ."""
+    """GPG (arXiv:2504.02546): as if the batch consisted only of the groups whose rewards differ."""
     known = [row[~np.isnan(row)].tolist() for row in rewards]
     taught = sum(len(row) for row in known if len(set(row)) > 1)
     means = [np.mean(row) if row else 0.0 for row in known]

@@ -37,7 +37,7 @@ class Numbers:
     system_prompt = None
 
     def __init__(self, source: TaskSource, *, vocab: int, shortest: int = 1) -> None:
-        """Ask about tokens below `vocab`, the model's vocabulary size, at least `shortest`; `source` is not used."""
+        """Make questions of at least `shortest` tokens below `vocab`, the vocabulary's size; `source` is not used."""
         self._vocab, self._shortest = vocab, shortest
 
     def prompts(self, split: str) -> Sequence[Prompt]:
@@ -79,7 +79,7 @@ class Talking:
     """A conversation whose replies and rewards are those of the functions `reply_to`, `pay` and `final_pay`."""
 
     def __init__(self, question: str, vocab: int, seed: int) -> None:
-        """Hold a conversation about the question with this id; other seeds give other replies."""
+        """Hold a conversation about the question with this id; its replies depend on the seed."""
         self._question, self._vocab, self._seed = question, vocab, seed
         self._last = ""
 
@@ -98,13 +98,13 @@ class Talking:
 
 
 def reply_to(turn: int, text: str, vocab: int, seed: int) -> tuple[int, ...]:
-    """The tokens of a reply to an answer: 1 to `LONGEST_REPLY`, other ones for other turns, texts and seeds."""
+    """The tokens of a reply to an answer, 1 to `LONGEST_REPLY`; they depend on its turn, its text and the seed."""
     total = sum(map(ord, text)) + 7 * turn + seed
     return tuple(1 + (total * (place + 3) + place) % (vocab - 1) for place in range(1 + total % LONGEST_REPLY))
 
 
 def following(drawn: Sequence[int], turn: int, vocab: int, seed: int) -> tuple[int, ...]:
-    """The tokens between an answer of these tokens and the next one: its end, unless it was drawn, and the reply."""
+    """The tokens between the answer `drawn` and the next one: the answer's end, unless it was drawn, and the reply."""
     return (*(() if drawn[-1] == 0 else (0,)), *reply_to(turn, letters(drawn), vocab, seed))
 
 
@@ -114,7 +114,7 @@ def pay(question: str, turn: int, text: str) -> float:
 
 
 def final_pay(text: str) -> float:
-    """The final reward, 0 or 0.5: whether the number of letters of the last answer that had a reply is odd."""
+    """The final reward: 0.5 if the last answer that had a reply has an odd number of letters, else 0."""
     return len(text) % 2 / 2
 
 
@@ -130,7 +130,7 @@ def is_open(tokens: Sequence[int]) -> bool:
 
 
 def has_ended(tokens: Sequence[int]) -> bool:
-    """Whether the last token of an answer ends it, and none before."""
+    """Whether the last token of an answer ends it, and no token before does."""
     return is_open(tokens[:-1]) and not is_open(tokens)
 
 

@@ -19,11 +19,11 @@ class Taken:
     """The prompts of a step."""
 
     numbers: Sequence[Sequence[int]]
-    """The place of each of its groups in the run's sequence of prompts: all that are possible, if several ask the same
+    """The places of its groups in the run's sequence of prompts: several possible lists if groups ask the same
     question."""
     errors: int
-    """How many prompts are wrong: of another question than their place has, lost, drawn twice, too old, left behind
-    newer ones, left for so long that a later step cannot take them in time, or drawn after there were enough."""
+    """Number of wrong prompts: with a question other than their place's, lost, drawn twice, too old, left although
+    newer ones were taken, left so long that a later step cannot take them in time, or drawn when there were enough."""
 
 
 def taken_prompts(subject: Subject, training: Training) -> list[Taken]:
@@ -62,7 +62,7 @@ def question(seed: int, number: int) -> str:
 
 
 def _of_groups(seed: int, groups: Sequence[Group], numbers: Sequence[int]) -> tuple[list[int], int]:
-    """The places of groups, which are among `numbers`, and how many of both do not belong together."""
+    """The place of each group, one of `numbers` or -1, and how many groups and places remain without a partner."""
     free = sorted(numbers)
     found: list[int] = []
     missing = 0
@@ -78,7 +78,7 @@ def _of_groups(seed: int, groups: Sequence[Group], numbers: Sequence[int]) -> tu
 
 
 def superfluous(subject: Subject, training: Training, step: Step) -> int:
-    """How many groups a step has beyond those that it trains on; with refills, groups of equal rewards are more."""
+    """How many groups a step has beyond those that it trains on; with refills, others may have equal rewards."""
     return max(0, _num_wanted(subject, step) - training.config.prompts_per_step)
 
 
@@ -103,14 +103,14 @@ def _not_replaced(subject: Subject, training: Training, step: Step) -> int:
 
 
 def _number_in_flight(training: Training, step: Step, before: Mapping[int, Pending], drawn: int) -> int:
-    """How many prompts too many or too few are answered at the same time; unknown if some were replaced."""
+    """By how many prompts the number in flight is wrong; 0 if prompts were replaced, since it is unknown then."""
     if len(step.groups) > training.config.prompts_per_step:
         return 0
-    return abs(len(before) + step.position.cursor - drawn - training.spec.rollout.in_flight)
+    return abs(len(before) + step.position.cursor - drawn - training.spec.rollout.training.in_flight)
 
 
 def _wrongly_left(training: Training, step: Step, numbers: Sequence[int], version: int) -> int:
-    """How many prompts a step with weights `version` took too late, or should not have left."""
+    """How many prompts a step with weights `version` took too late, or left although it had to take them."""
     stale, per_step = training.config.rollout.max_staleness, training.config.prompts_per_step
     ages = {n: _first_version(group) for n, group in zip(numbers, step.groups, strict=True)}
     wrong = sum(not version - stale <= first <= version for first in ages.values())

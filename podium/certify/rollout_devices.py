@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from podium.certify.check_result import Check, largest
-from podium.certify.drawn import DRAW_BAR, OF_MODEL, OF_SAMPLER
-from podium.certify.naive_draws import Cut, draw_errors, random_numbers
+from podium.certify.drawn import DRAW_BAR, OF_MODEL, OF_SAMPLER, Drawing, Sampling, compared
+from podium.certify.naive_draws import Cut
 from podium.certify.numbers_task import LetterBackend
 from podium.certify.subject import Subject, one_device
 from podium.certify.updates import Updates
@@ -20,17 +20,18 @@ from podium.models.layouts import Layout
 from podium.models.params import TRAIN_AXES, indivisible, param_specs
 from podium.models.text.tokenizer import Tokenizer
 from podium.rollout.request import Completion
+from podium.rollout.transcript import transcript_of
 from podium.run.resolve import resolve_rollout
 from podium.sampling.sampler import Sampler
 from podium.sharding import ShardingRules, make_mesh
 
 DEVICES, GROUP = 4, 2
 OF_ONE_DEVICE = ("hand-over", "greedy completions", "repetition penalty", "cuts", "draws")
-"""Checks of a run's answers on one device: what is wrong there need not be so because of several."""
+"""Checks of a run's answers on one device; if one of them is red, the cause need not be that there are several."""
 
 
 def rollout_device_checks(updates: Updates) -> Iterator[Check]:
-    """Compare the log-probabilities and draws of such an engine with the naive ones, if there are enough devices."""
+    """Compare log-probabilities and draws of an engine on DEVICES devices with the naive ones, if there are as many."""
     subject, mesh = updates.subject, device_mesh(updates.subject)
     if mesh is None:
         return
@@ -58,7 +59,9 @@ def with_room(settings: RolloutConfig) -> RolloutConfig:
 
 
 def device_mesh(subject: Subject) -> jax.sharding.Mesh | None:
-    """The devices, simulated ones of the CPU if there is only one; None if they are too few for this model."""
+    """A mesh of DEVICES devices, simulated on the CPU if there is only one; None if too few, or if they do not divide
+    the model.
+    """
     devices = jax.devices() if len(jax.devices()) > 1 else jax.devices("cpu")
     if len(devices) < DEVICES:
         return None
@@ -69,23 +72,19 @@ def device_mesh(subject: Subject) -> jax.sharding.Mesh | None:
 
 def _error(subject: Subject, made: list[list[Completion]]) -> float:
     """The largest error of a log-probability, relative to the largest; infinite if another token had to be drawn."""
-    room, settings = subject.room, subject.config.rollout
-    tokens, starts = np.zeros((room.episodes, room.prompt + room.continuation), np.int32), np.ones(room.episodes, int)
-    flat = [(index, place, each) for index, group in enumerate(made) for place, each in enumerate(group)]
-    for row, (index, _, each) in enumerate(flat):
-        prompt = subject.prompts[index]
-        tokens[row, : len(prompt) + len(each.tokens)] = (*prompt, *each.tokens.tolist())
-        starts[row] = len(prompt)
-    given = tokens, starts.astype(np.int32), subject.weights, settings.temperature
-    plain, after = subject.naive_table(*given), subject.naive_table(*given, settings.repetition_penalty)
-    cut = Cut(settings.top_k, settings.top_p, settings.min_p)
-    errors, highest = [], 0.0
-    for row, (index, place, each) in enumerate(flat):
-        count = len(each.tokens)
-        expected = plain[row, np.arange(count), each.tokens]
-        highest = max(highest, float(np.abs(expected).max()))
-        numbers = random_numbers(np.full(count, index), np.full(count, place), starts[row] + np.arange(count))
-        own = draw_errors(after[row, :count], cut, each.tokens, each.sampled_logprobs, numbers)
-        errors += [float(np.abs(each.full_logprobs - expected).max()), float(own.logprobs.max())]
-        errors += [np.inf] * bool((own.tokens > DRAW_BAR).any())
-    return largest(errors) / highest
+    settings = subject.config.rollout
+    sampling = Sampling(
+        temperature=settings.temperature,
+        penalty=settings.repetition_penalty,
+        cut=Cut(settings.top_k, settings.top_p, settings.min_p),
+    )
+    drawings = [
+        Drawing(transcript=transcript_of(prompt, each), seed=seed, completion=index)
+        for seed, (prompt, group) in enumerate(zip(subject.prompts, made, strict=True))
+        for index, each in enumerate(group)
+    ]
+    drawn = list(compared(subject, lambda version: subject.weights, drawings, sampling))
+    errors = [float(np.abs(each.recorded - each.naive).max()) for each in drawn]
+    errors += [float(each.errors.logprobs.max()) for each in drawn]
+    errors += [np.inf for each in drawn if (each.errors.tokens > DRAW_BAR).any()]
+    return largest(errors) / max(float(np.abs(each.naive).max()) for each in drawn)

@@ -1,4 +1,4 @@
-"""Checks the sampler without a model: tokens and log-probabilities of random logits, with all settings it has."""
+"""Checks the sampler without a model: tokens and log-probabilities of random logits, with all of its settings."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from podium.rollout.sampling import fill_row, idle_rows, num_words, sample_split
 from podium.sharding import ShardingRules, make_mesh
 
 VOCAB, PADDED = 320, 512
-"""Tokens with logits, and of the arrays: two devices that share them have whole blocks."""
+"""Number of tokens that have logits, and of tokens in the arrays, which two devices can share in whole blocks."""
 ROWS_EACH = 24
 SPREAD = 2.0  # of logits
 SAID = 40  # tokens of a sequence with a repetition penalty
@@ -38,7 +38,7 @@ SETTINGS: tuple[dict[str, float], ...] = (
 class _Draws:
     """Rows of logits, with what is drawn from each."""
 
-    logits: np.ndarray  # [S, PADDED] float32; -inf behind the vocabulary
+    logits: np.ndarray  # [S, PADDED] float32; -inf past the vocabulary
     settings: list[SamplingParams]
     said: list[np.ndarray]  # tokens of each row's sequence
     seeds: np.ndarray  # [S]

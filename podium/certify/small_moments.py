@@ -1,4 +1,4 @@
-"""Checks moments that are stored in bfloat16, rounded up or down by independent chances that keep the mean."""
+"""Checks moments that are stored in bfloat16: they are rounded up or down at random, independently and unbiased."""
 
 import itertools
 from typing import NamedTuple
@@ -16,9 +16,9 @@ UPDATES = 4
 SHAPE = (64, 96)
 WEIGHTS = ("one", "other")
 BETAS = {"mu": 0.9, "nu": 0.99}
-"""By the names that optax gives to Adam's moments."""
+"""Adam's betas, by the names that optax gives to its moments."""
 DEVIATIONS = 5.0
-"""How many standard deviations the mean rounding may be from 0; correct code exceeds it once in a million."""
+"""How many standard deviations the mean rounding error may be from 0; correct code exceeds it once in a million."""
 NEARLY = 1e-3  # of the distance between two numbers in bfloat16, for float32's own rounding
 
 
@@ -26,7 +26,7 @@ def moments_check() -> Check:
     """Compare the moments that several updates of adamw store with the exact ones, from those stored before."""
     return Check(
         name="moments in bfloat16",
-        claim="moments in bfloat16 are rounded up or down by independent chances that keep the mean, in deviations",
+        claim="moments in bfloat16 are rounded up or down at random, independently and unbiased (standard deviations)",
         difference=_moments_error(),
         bar=DEVIATIONS,
         after=("optimizer adamw",),
@@ -34,10 +34,10 @@ def moments_check() -> Check:
 
 
 class Rounding(NamedTuple):
-    """How an array was rounded, beside what chance makes of it; both have its shape."""
+    """How an array was rounded, compared with what is expected of chance; both fields have the array's shape."""
 
     excess: np.ndarray
-    """1 where a number was rounded away from 0, or else 0, less the chance of that."""
+    """1 where a number was rounded away from 0 and 0 elsewhere, minus the probability of rounding away from 0."""
     variance: np.ndarray
 
     def deviation(self, by: np.ndarray | float) -> float:
@@ -51,7 +51,7 @@ class Rounding(NamedTuple):
 
 
 def _moments_error() -> float:
-    """The largest deviation from what independent roundings make; infinite if one is not to one of the two nearest."""
+    """The largest deviation from independent, unbiased rounding; infinite if a number is not one of the two nearest."""
     options = {"moments": "bfloat16", "beta1": BETAS["mu"], "beta2": BETAS["nu"], "clip_norm": 0.0}
     optimizer = make_optimizer(
         OptimizerConfig(name="adamw").model_copy(update=options),
@@ -75,7 +75,7 @@ def _moments_error() -> float:
             found = before[name, weight] = np.asarray(stored, np.float64)
             errors.append(0.0 if stored.dtype == jnp.bfloat16 and _is_near(found, exact) else np.inf)
             roundings.append(own := _rounding(found, exact))
-            # To the nearest, the mean would be right, and a number rounded up whenever it is in the upper half.
+            # Rounding to the nearest has the right mean too, but correlates with the upper half: the second deviation.
             errors += [own.deviation(1.0), own.deviation(_chance(exact) - 0.5)]
     errors += [one.correlation(other) for one, other in itertools.combinations(roundings, 2)]
     return largest(errors)
@@ -88,7 +88,7 @@ def _named(state: object, name: str, weight: str) -> list[jax.Array]:
 
 
 def _is_near(stored: np.ndarray, exact: np.ndarray) -> bool:
-    """Whether each number is one of the two nearest."""
+    """Whether each stored number is one of the two in bfloat16 that are nearest to the exact one."""
     moved = _moved(stored, exact)
     same_sign = np.all(stored * exact >= 0)
     return bool(same_sign and np.all(np.minimum(np.abs(moved), np.abs(moved - 1)) <= NEARLY))
@@ -100,12 +100,12 @@ def _rounding(stored: np.ndarray, exact: np.ndarray) -> Rounding:
 
 
 def _chance(exact: np.ndarray) -> np.ndarray:
-    """The chance of each number to be rounded away from 0."""
+    """The probability with which each number is rounded away from 0."""
     return _moved(exact, exact)
 
 
 def _moved(found: np.ndarray, exact: np.ndarray) -> np.ndarray:
-    """Where numbers lie between the two nearest to the exact ones: from 0, the one nearer to 0, to 1, the other."""
+    """Where numbers lie between those of bfloat16 around the exact ones: 0 at the one nearer to 0, 1 at the other."""
     size = np.abs(exact).astype(np.float32)
     towards_zero = (size.view(np.uint32) & 0xFFFF0000).view(np.float32).astype(np.float64)
     apart = 2.0 ** (np.floor(np.log2(np.maximum(towards_zero, 1e-30))) - 7)

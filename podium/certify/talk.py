@@ -1,4 +1,4 @@
-"""What an answer or conversation of the watched run must be: its end, replies and rewards, computed from tokens."""
+"""Checks an answer or conversation of the watched run: computes its end, replies and rewards from its tokens."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -7,23 +7,24 @@ import numpy as np
 
 from podium.certify.naive_draws import environment_seed
 from podium.certify.numbers_task import TURNS, final_pay, following, grade, has_ended, is_open, letters, pay
-from podium.certify.subject import MAX_NEW_TOKENS, MOST_DRAWN, OVERLONG_TOKENS, Subject
+from podium.certify.small_run import MOST_DRAWN, OVERLONG_TOKENS
+from podium.certify.subject import MAX_NEW_TOKENS, Subject
 from podium.certify.training import Training
 from podium.rollout.transcript import Span, Transcript
 from podium.tasks.task import Reward
 
 
 class Asked(NamedTuple):
-    """What an answer or a conversation is about."""
+    """The question of an answer or a conversation, and the seed of the conversation's environment."""
 
     question: str
-    """Its id."""
+    """The question's id."""
     environment: int
-    """The seed of the conversation's environment; single answers have none and do not read it."""
+    """Not read by single answers, which have no environment."""
 
 
 def asked(training: Training, question: str, seed: int, place: int) -> Asked:
-    """What the answer at a place among those to a question is about; `seed` is that of the question's completions."""
+    """What the `place`-th answer to a question was asked; `seed` is that of the question's request."""
     own = training.config.environments.group_seed == "own"
     return Asked(question, environment_seed(seed, place, own=own))
 
@@ -66,7 +67,7 @@ def _ended(span: Span) -> bool:
 
 
 def _ends(subject: Subject, transcript: Transcript, environment: int) -> bool:
-    """Whether the last turn ends the conversation: the last one there can be, or one that a limit cut."""
+    """Whether the last turn may end the conversation: it is the last one allowed, or a limit cut it."""
     last, drawn = transcript.spans[-1], transcript.num_drawn
     if not last.drawn or transcript.finish_reason == "stop":
         return last.drawn and transcript.num_turns == TURNS and _ended(last)
@@ -82,8 +83,8 @@ def _ends(subject: Subject, transcript: Transcript, environment: int) -> bool:
 
 
 def _paid(training: Training, asked: str, drawn: Sequence[Span], texts: Sequence[str], reward: Reward) -> bool:
-    """Whether each turn has what the environment paid for it, weighted, and the last one all the rest."""
-    heard = [_ended(span) for span in drawn]  # a turn that was cut is not heard by the environment
+    """Whether each turn has the weighted reward that the environment gave it, and the last one also all the rest."""
+    heard = [_ended(span) for span in drawn]  # the environment never sees a turn that was cut
     paid = [
         pay(asked, turn, text) if ended else 0.0 for turn, (text, ended) in enumerate(zip(texts, heard, strict=True))
     ]
@@ -97,7 +98,7 @@ def _paid(training: Training, asked: str, drawn: Sequence[Span], texts: Sequence
 
 
 def parts_of(training: Training, correct: float, tokens: int) -> dict[str, float]:
-    """The graded part, and if rewards have it DAPO's penalty (arXiv:2503.14476) for this many drawn tokens."""
+    """The graded part, and if the task has it, DAPO's penalty (arXiv:2503.14476) for this many drawn tokens."""
     over = tokens - (MAX_NEW_TOKENS - OVERLONG_TOKENS)
     parts = {"correct": correct, "length": -min(1.0, max(0.0, over / OVERLONG_TOKENS))}
     (task,) = training.config.tasks

@@ -41,7 +41,7 @@ def tiny_clone(decoder: DecoderConfig) -> DecoderConfig:
 
 
 def _check_kinds(block: Block, decoder: DecoderConfig) -> None:
-    """Raises ModelError for kinds of layers that the naive form does not compute."""
+    """Raise ModelError for kinds of layers that the naive form does not compute."""
     if not isinstance(block.mixer, Attention | DeltaNet) or not isinstance(block.feed_forward, Mlp | Experts):
         kinds = " and ".join(type(kind).__name__ for kind in block.kinds)
         raise ModelError(f"certify has no naive form of a layer of this {decoder.model_type}: {kinds}")
@@ -121,7 +121,10 @@ def _spread(name: str, spec: ParamSpec) -> float:
 
 
 def other_weights(decoder: DecoderConfig, weights: Arrays) -> Arrays:
-    """Weights of a reference model: the policy's without adapters, or without LoRA, with a little noise added."""
+    """Weights near the policy's, for a model that it is compared with.
+
+    They are the policy's without its adapters, or without LoRA the policy's with a little noise.
+    """
     if decoder.lora is not None:
         return {name: value for name, value in weights.items() if not is_adapter(name)}
     noise = random_weights(decoder, seed=1)

@@ -3,7 +3,7 @@
 `run_steps`, `Sampler` and `Trainer` are those of every run; only progress display and metric records are stubbed. The
 run has several minibatches with several updates each, completions that continue across updates, groups of equal
 rewards, warm-up, weight decay, and clipped gradients. If the config has tools or environments, its prompts are answered
-by conversations, and what the engine is given of each is recorded.
+by conversations, and the tokens that the engine is given of each are recorded.
 """
 
 import contextlib
@@ -14,32 +14,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 from podium.algorithms.controllers import KL_COEF
 from podium.certify.ledgers import Ledger, Ledgers
-from podium.certify.naive_optimizer import gradient_norm
-from podium.certify.naive_rules import rules_of
-from podium.certify.subject import PROMPTS, Subject, one_device, small_models
+from podium.certify.small_run import RunSettings, training_settings
+from podium.certify.subject import Subject, one_device
 from podium.certify.tiny import Arrays
-from podium.certify.updates import PLAIN, naive_update
-from podium.config.critic_section import CriticConfig
-from podium.config.schema import AlgorithmConfig, CheckpointConfig, Config
+from podium.certify.updates import keeping_gradient
+from podium.config.schema import CheckpointConfig, Config
 from podium.hosts.distributed import AgreedStop
 from podium.hosts.signals import StopSignal
 from podium.job.job_context import alone
 from podium.models.adapters import base_of
 from podium.observe.stats import BatchStats, TaskScores
 from podium.rollout.request import RolloutStats
-from podium.run.resolve import resolve_recipe
-from podium.run.roles import scoring_models
-from podium.run.run_spec import Role, RunSpec
+from podium.run.run_spec import AnswerSettings, Role, RunSpec
 from podium.sampling.conversations.carry import Position
 from podium.sampling.feed import EncodedPrompt
 from podium.sampling.groups import Group
-from podium.sampling.sampler import AnswerSettings, Sampler
+from podium.sampling.sampler import Sampler
 from podium.sharding import Params
 from podium.tasks.mixture import TaskMixture, TaskPrompt
 from podium.train.batches.batch import Batch
@@ -55,31 +49,16 @@ from podium.train.step import Metrics, TrainStep
 from podium.train.surroundings import Surroundings
 from podium.train.trainer import Trainer
 
-STEPS = 4
-STEPS_OF_A_MOVING_REFERENCE = 5
-SYNC_EVERY = 2
-"""Steps between two changes of a moving reference: the last of five steps compares with one that has moved twice."""
-KL_GAIN = 2.0
-"""Least `kl_gain` of an adapted KL, whose coefficient would otherwise hardly change in a few steps."""
-RATE = 1e-3
-"""Learning rate of every rule except sgd; log-probabilities change by a few hundredths of a nat."""
-SGD_RATE = 0.03
-DECAY = 0.1
-WARMUP = 3  # optimizer steps
-CRITIC_WARMUP = 1  # steps
-CRITIC_UPDATES = 2  # of each minibatch
-CLIPPED = 0.7  # clip_norm as a fraction of the first gradient's norm, so that all gradients are clipped
-
 
 class OptimizerStep(NamedTuple):
-    """The inputs and results of one optimizer step of the policy, or of another model that is trained."""
+    """Inputs and results of an optimizer step of the policy, or of another model that is trained."""
 
     before: Arrays  # the trained weights before the step
     gradient: Arrays
     loss: float
     after: Arrays
     coefs: Mapping[str, float]
-    """The weights of its loss that the run adapts."""
+    """The adapted weights in its loss."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,26 +70,26 @@ class Step:
     groups: Sequence[Group]
     updates: list[OptimizerStep]
     learned: Mapping[str, list[OptimizerStep]]
-    """Those of the other models that are trained, by the name of their role."""
+    """The optimizer steps of the other models that are trained, by the name of their role."""
     models: Mapping[str, Arrays]
     """The weights of all other models that change, before the step, by the name of their role."""
     coefs: Mapping[str, float]
-    """The numbers that the run adapts, before the step; empty if it adapts none."""
+    """The coefficients that the run adapts, before the step; empty if it adapts none."""
     state: Arrays
     """Every array of the run's state before the step, moments included, by its path."""
     charged: Mapping[str, float]
-    """The weight of the KL in its rewards, by KL_COEF; empty if it is not in rewards."""
+    """The weight of the KL in the step's rewards, with KL_COEF as its key; empty if rewards have no KL."""
     shares: Sequence["Share"]
-    """What choosing the next prompts was told of its groups."""
+    """The shares of right answers that were reported for its groups."""
     position: Position
-    """In the run's prompts, after the step's groups were taken."""
+    """The position in the run's prompts after the step's groups were taken."""
 
 
 class Share(NamedTuple):
     """The share of right answers to a prompt, by which prompts are chosen and retired."""
 
     prompt: str
-    """Its id."""
+    """The prompt's id."""
     share: float
 
 
@@ -120,17 +99,17 @@ class Evaluated(NamedTuple):
     greedy: Sequence[Group]
     sampled: Sequence[Group]
     label: str
-    """The task's."""
+    """The task's label."""
     scores: TaskScores
     undisturbed: bool
-    """Whether it left the run's position as it was."""
+    """Whether the evaluation left the run's position unchanged."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
     """The recorded data of a run."""
 
-    config: Config
+    settings: RunSettings
     spec: RunSpec
     steps: list[Step]
     resumed: Step
@@ -142,106 +121,23 @@ class Training:
     evaluation: "Evaluated | None"
     """None if the run was not evaluated."""
 
+    @property
+    def config(self) -> Config:
+        """The config of the run."""
+        return self.settings.config
+
     def version(self, version: int) -> Arrays:
         """All weights after `version` steps."""
         return self.steps[version].weights if version < len(self.steps) else self.weights
 
 
-def training_config(subject: Subject) -> Config:
-    """The subject's config for a short run in which every option has an effect."""
-    config, rules = subject.config, subject.rules
-    once = rules.loss == "reinforce"
-    naive = naive_update(subject, subject.sequences, subject.weights)
-    algorithm = {"minibatches": 1 if once else max(2, config.algorithm.minibatches)}
-    algorithm |= {"updates_per_batch": 1 if once else 2}
-    algorithm |= _targets(subject, naive.entropy)
-    given = config.train.optimizer
-    norm = gradient_norm(naive.gradient)
-    changed = {
-        "learning_rate": SGD_RATE if given.name == "sgd" else RATE,
-        "warmup_steps": WARMUP,
-        "weight_decay": given.weight_decay or DECAY,
-        "clip_norm": CLIPPED * norm,
-    }
-    train = {**PLAIN, "optimizer": given.model_copy(update=changed), "offload_optimizer": False, "rows_per_device": 2}
-    if subject.converses:
-        train["row_tokens"] = subject.longest
-    parts: dict[str, Any] = {
-        "algorithm": config.algorithm.model_copy(update=algorithm),
-        "train": config.train.model_copy(update=train),
-        "steps": STEPS if config.reference is None else STEPS_OF_A_MOVING_REFERENCE,
-        "reference": config.reference and config.reference.model_copy(update={"sync_every": SYNC_EVERY}),
-        "group_size": 1 if subject.recipe.data_form == "text" and subject.recipe.demonstrations else config.group_size,
-    }
-    if subject.recipe.learns_values:
-        own = config.critic or CriticConfig()
-        rate = {"learning_rate": changed["learning_rate"], "warmup_steps": CRITIC_WARMUP}
-        parts["critic"] = own.model_copy(update={**rate, "updates": max(own.updates, CRITIC_UPDATES)})
-    return config.model_copy(update=parts)
-
-
-def _targets(subject: Subject, entropy: float) -> dict[str, float]:
-    """Replace the targets of adapted coefficients by what the clone has, so that they move, both ways.
-
-    `entropy` is the mean of the subject's own step. The bonus then meets its bounds within half a step of its start.
-    """
-    rules, found = subject.rules, dict[str, float]()
-    if rules.entropy_target is not None:
-        most = rules.entropy_bonus + 0.5 * rules.entropy_step
-        found |= {"entropy_target": entropy, "entropy_bonus_max": most}
-    if rules.kl_target is not None:
-        own = subject.sequences
-        valid = np.asarray(own.valid)
-        logprobs = subject.naive_scores(np.asarray(own.tokens), np.asarray(own.starts), subject.weights).logprobs
-        distances = (logprobs - np.asarray(own.reference_logprobs)) ** 2 / 2
-        found |= {"kl_target": float(distances[valid].mean()), "kl_gain": max(rules.kl_gain, KL_GAIN)}
-    return found
-
-
-def with_other_options(subject: Subject) -> Subject:
-    """The same subject with GRPO and several options that most configs leave unset; each of them affects an update.
-
-    Each prompt is a minibatch, so that a step without one of them has fewer optimizer steps.
-    """
-    algorithm = AlgorithmConfig(
-        recipe="grpo",
-        mean="token",
-        old_logprobs="trainer",
-        correction="truncate",
-        correction_high=1.02,
-        kl="k3",
-        kl_coef=0.1,
-        entropy_bonus=0.05,
-        top_entropy=0.6,
-        zero_variance="drop",
-        zero_variance_metric="correct",
-        mask_truncated=True,
-        minibatches=PROMPTS,
-        updates_per_batch=2,
-    )
-    config = subject.config.model_copy(
-        update={"algorithm": algorithm, "teacher": None, "critic": None, "reference": None}
-    )
-    recipe = resolve_recipe(config)
-    other = dataclasses.replace(
-        subject,
-        config=config,
-        recipe=recipe,
-        rules=dataclasses.replace(rules_of(algorithm), penalised=subject.rules.penalised),
-        models=small_models(scoring_models(config, recipe, subject.decoder), subject.decoder, subject.weights),
-    )
-    for name in ("rollouts", "sampled"):  # these do not depend on the algorithm
-        other.__dict__[name] = getattr(subject, name)
-    return other
-
-
 def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
-    """Train the subject for a few steps and record them; then resume before the last one, and record it again.
+    """Train the subject for a few steps and record them; then resume before the last step, and record that again.
 
-    With `evaluated`, evaluate the last weights too.
+    With `evaluated`, also evaluate the last weights.
     """
-    config, mesh = training_config(subject), one_device()
-    spec = run_spec(config, subject.decoder, mesh)
+    settings, mesh = training_settings(subject), one_device()
+    spec = run_spec(settings.config, subject.decoder, mesh)
     small = [dataclasses.replace(role, decoder=subject.models[role.name].decoder) for role in spec.scoring_models]
     spec = dataclasses.replace(spec, scoring_models=tuple(small))
     optimizers = {name: keeping_gradient(optimizer) for name, optimizer in make_optimizers(spec).items()}
@@ -271,7 +167,7 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
                 rollouts.load(subject.trained(mesh, weights), frozen, version=spec.steps)
             evaluation = _evaluated(rollouts)
     return Training(
-        config=config,
+        settings=settings,
         spec=spec,
         steps=steps,
         resumed=resumed,
@@ -283,7 +179,7 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
 
 @contextlib.contextmanager
 def _learning(tasks: TaskMixture) -> Iterator[list[Share]]:
-    """Record within the context what the tasks learn of the answers to their prompts."""
+    """Record, within the context, the shares of right answers that are reported to the tasks."""
     found: list[Share] = []
     learn = tasks.learn
 
@@ -360,29 +256,11 @@ def _replaced(thing: object, name: str, own: object) -> Iterator[None]:
         delattr(thing, name)
 
 
-def keeping_gradient(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Wrap an optimizer so that the first entry of its state is the last gradient that it received."""
-
-    def init(params: optax.Params) -> optax.OptState:
-        inner: Any = optimizer.init(params)
-        return (jax.tree.map(jnp.zeros_like, params), *inner)
-
-    def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
-    ) -> tuple[optax.Updates, optax.OptState]:
-        kept: Any = state
-        changes, inner = optax.with_extra_args_support(optimizer).update(updates, tuple(kept[1:]), params, **extra)
-        links: Any = inner
-        return changes, (updates, *links)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
 @contextlib.contextmanager
 def _watched(trainer: Trainer, rollouts: Sampler, shares: list[Share]) -> Iterator[list[Step]]:
-    """Record within the context what goes into each step and update of a trainer, and what comes out.
+    """Record, within the context, the inputs and results of each step and update of a trainer.
 
-    `shares` has what was learned since the last step, and is emptied in each.
+    `shares` collects what is reported to the tasks; each step takes it and empties the list.
     """
     steps: list[Step] = []
     prepare = trainer.prepare
@@ -416,7 +294,7 @@ def _watched(trainer: Trainer, rollouts: Sampler, shares: list[Share]) -> Iterat
 
 
 def _recording(run: TrainStep, into: Callable[[], list[OptimizerStep]]) -> TrainStep:
-    """The same program, which adds what it was given and made to a list of the current step."""
+    """Wrap a program so that it appends its inputs and results to a list of the current step."""
 
     def recorded(state: TrainState, batch: Batch, frozen: Params | None = None, /) -> tuple[TrainState, Metrics]:
         before = _copied(state.params)
@@ -458,11 +336,11 @@ def _copied(params: Mapping[str, jax.Array]) -> Arrays:
 
 def _charged(stats: BatchStats) -> dict[str, float]:
     """The weight of the KL in a step's rewards, by KL_COEF; empty without it, or if no completion has a KL."""
-    if stats.penalties is None or stats.reward_kl is None:
+    if stats.penalty is None:
         return {}
-    sums = stats.reward_kl.sums.ravel()
+    sums = stats.penalty.kl.ravel()
     largest = int(np.argmax(np.abs(sums)))
-    return {KL_COEF: float(stats.penalties[largest] / sums[largest])} if sums[largest] else {}
+    return {KL_COEF: float(stats.penalty.penalties.flat[largest] / sums[largest])} if sums[largest] else {}
 
 
 def _numbers(coefs: Mapping[str, jax.Array]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Runs one update of the trainer's compiled program in a given form and keeps its gradient; and the naive update.
+"""Runs an update by the trainer's compiled program in a given form, or by the naive objective, and keeps its gradient.
 
 A form (`Form`) is a choice that must not change the result: packing, rows per micro-batch, mesh, memory and kernels.
 """
@@ -15,23 +15,22 @@ import numpy as np
 import optax
 from numpy.typing import ArrayLike
 
-from podium.algorithms.advantages import VALUES
-from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
+from podium.algorithms.recipes import Recipe
 from podium.certify.check_result import largest
 from podium.certify.naive import (
     Sequences,
     Weights,
     continuation_values,
     distributions,
-    divergences,
     in_float32,
     in_float64,
     kl_values,
     objective,
     scores,
     value_objective,
+    wide,
 )
-from podium.certify.naive_rules import Rules
+from podium.certify.naive_rules import VALUES, Rules
 from podium.certify.subject import (
     HINT,
     LONGEST_PROMPT,
@@ -63,7 +62,6 @@ from podium.train.scorers import (
     role_settings,
     with_scores,
 )
-from podium.train.setup import make_train_settings
 from podium.train.state import init_state
 from podium.train.step import (
     TrainPrograms,
@@ -82,7 +80,6 @@ PLAIN: Mapping[str, Any] = {
 }
 """The simplest settings of `train`: nothing in chunks, nothing recomputed."""
 HALF_STEP = 2.0**-24  # largest relative rounding error of a stored float32 number
-RATE = 0.1  # learning rate of the gradient descent that leads from one update to the next
 
 
 class Update(NamedTuple):
@@ -107,7 +104,7 @@ class Sizes(NamedTuple):
 
 
 class NaiveUpdate(NamedTuple):
-    """Loss and gradient of an update by the naive objective, and what an error of them is relative to."""
+    """Loss and gradient of an update by the naive objective, and the sizes that errors of them are relative to."""
 
     loss: float
     gradient: Arrays
@@ -115,7 +112,7 @@ class NaiveUpdate(NamedTuple):
     entropy: float
     """Mean over the trained tokens, in nats."""
     kl: float
-    """Mean of the loss's KL to the reference over the trained tokens, in nats; 0 without one."""
+    """Mean of the loss's KL over the trained tokens, in nats; 0 without one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,16 +183,16 @@ class Updates:
         params, frozen = subject.trained(form.mesh), subject.frozen(form.mesh)
         placed = self._prepared(form, settings, programs, groups or subject.groups, params | frozen)
         taught = self._compared_head(form.mesh)
-        state, found = init_state(params, _keeping_gradient(RATE)), []
+        state, found = init_state(params, DESCENT), []
         for _ in range(times):
             state, metrics = programs.train_step(state, placed, frozen | taught)
-            found.append(Update(float(metrics["loss"]), _host(state.opt_state), _host(state.params | frozen)))
+            found.append(Update(float(metrics["loss"]), _host(state.opt_state[0]), _host(state.params | frozen)))
         return found
 
     def _prepared(
         self, form: Form, settings: TrainSettings, programs: TrainPrograms, groups: list[Group], policy: Params
     ) -> Batch[jax.Array]:
-        """The batch of these groups on the devices, with its scores and advantages, as the trainer prepares it."""
+        """The batch of these groups on the devices, with scores and advantages, as the trainer prepares it."""
         (placed,), _ = prepare_step(
             groups,
             self.recipe,
@@ -215,7 +212,7 @@ class Updates:
         placed = shard_batch(minibatch.batch, settings.computing)
         scored = with_scores(placed, own, subject.params(form.mesh)).scores
         found: dict[str, np.ndarray] = {}
-        for name in scored.keys() - {TEACHER_HIDDEN}:
+        for name in (name for name, x in scored.items() if x.ndim == 3):  # not hidden states
             found[name] = np.zeros(np.asarray(subject.sequences.valid).shape)
             for (n, g), each in zip(minibatch.places, take(np.asarray(scored[name]), minibatch.spans), strict=True):
                 found[name][n * len(subject.groups[n].transcripts) + g, : len(each)] = each
@@ -227,7 +224,7 @@ class Updates:
         others: list[Scorer] = []
         for role, model in ((each.role, each) for each in subject.models.values()):
             alike = role.phase == SCORE
-            if alike and not self.recipe.needs_reference:
+            if alike and role.scores not in self.recipe.scorers:
                 continue
             own = None
             if role.longer_prompts is not None:
@@ -241,33 +238,32 @@ class Updates:
         compared = next((each for each in self.subject.models.values() if each.role.compared), None)
         return {} if compared is None else compared_head(compared.params(mesh))
 
-    def value_update(self, form: Form, *, clip: float | None) -> tuple[Update, Update]:
-        """The critic's update on the subject's groups in this form, and the naive one in float64.
+    def value_update(self, name: str, form: Form, *, clip: float | None) -> tuple[Update, Update]:
+        """An update, in this form, of the model in the role `name` that estimates values, and the naive one in float64.
 
-        Both are given values before the step that differ from the critic's own by `moved`, so that the clip holds some.
+        Both are given values before the step that differ from the model's own by `moved`, so that the clip holds some.
         """
         settings, programs = self.programs(form)
         subject = self.subject
-        critic = subject.models["critic"]
+        model = subject.models[name]
         placed = self._prepared(form, settings, programs, subject.groups, subject.params(form.mesh))
         late = jnp.asarray(moved(np.asarray(placed.positions), np.asarray(placed.targets)), jnp.float32)
         placed = dataclasses.replace(placed, scores={**placed.scores, VALUES: placed.scores[VALUES] + late})
-        step = make_value_step(role_settings(critic.role, settings), _keeping_gradient(RATE), clip=clip)
-        params = critic.params(form.mesh)
-        state, metrics = step(init_state(params, _keeping_gradient(RATE)), placed)
-        found = Update(float(metrics["loss"]), _host(state.opt_state), _host(state.params))
-        return found, naive_value_update(_with_moved_values(subject.sequences), critic, clip)
+        step = make_value_step(role_settings(model.role, settings), DESCENT, clip=clip)
+        state, metrics = step(init_state(model.params(form.mesh), DESCENT), placed)
+        found = Update(float(metrics["loss"]), _host(state.opt_state[0]), _host(state.params))
+        return found, naive_value_update(_with_moved_values(subject.sequences), model, clip)
 
     def programs(self, form: Form) -> tuple[TrainSettings, TrainPrograms]:
         """The trainer's settings and compiled programs for this form."""
         config = self.subject.config
         changed = config.model_copy(update={"train": config.train.model_copy(update=dict(form.train))})
         update = resolve_update(changed, self.subject.recipe, machine_of(form.mesh), form.mesh.shape)
-        settings = make_train_settings(update, self.subject.decoder, form.mesh)
-        chunk = min(settings.head_chunk_tokens, form.rows * form.row_tokens)  # larger chunks give the same program
-        settings = settings._replace(head_chunk_tokens=chunk)
+        chunk = min(update.head_chunk_tokens, form.rows * form.row_tokens)  # larger chunks give the same program
+        update = dataclasses.replace(update, head_chunk_tokens=chunk)
+        settings = TrainSettings(self.subject.decoder, form.mesh, update)
         if settings not in self._programs:
-            self._programs[settings] = make_train_programs(settings, self.recipe, _keeping_gradient(RATE))
+            self._programs[settings] = make_train_programs(settings, self.recipe, DESCENT)
         return settings, self._programs[settings]
 
     def naive(self, weights: Arrays) -> NaiveUpdate:
@@ -275,11 +271,11 @@ class Updates:
         return naive_update(self.subject, self.subject.sequences, weights)
 
     def bar(self, difference: float, weights: Arrays | None = None) -> float:
-        """Tolerance of this difference of a gradient from these weights; unset: from the subject's own.
+        """Tolerance of this difference of a gradient at these weights (None: the subject's own).
 
-        It is the subject's; where that is not enough, one that is measured, if larger. Measured is what float32 changes
-        the naive gradient itself by: two correct programs differ by at most the sum of both. It is more in deep models
-        than in a tiny clone (1.9e-5 with SmolLM2-135M's 30 layers), and where a loss is a difference of sums (ipo).
+        It is `Subject.gradient_bar`, or if the difference exceeds that, twice what float32 changes the naive gradient
+        by, if larger: two correct programs differ by at most the sum of their roundings. These are larger in deep
+        models than in a tiny clone (1.9e-5 with SmolLM2-135M's 30 layers), and if a loss is a difference of sums (ipo).
         """
         least = self.subject.gradient_bar
         if difference <= least:
@@ -299,17 +295,15 @@ class Updates:
 
 def naive_update(
     subject: Subject,
-    sequences: Sequences,
+    sequences: Sequences[np.ndarray],
     weights: Arrays,
     *,
     precision: Callable[[], AbstractContextManager[None]] = in_float64,
 ) -> NaiveUpdate:
     """Loss and gradient of an optimizer step from these weights, by the naive objective."""
     with precision():
-        own = {name: jnp.asarray(np.asarray(value, np.float64)) for name, value in weights.items()}
-        sequences = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), sequences)
         gradient = _naive_gradient(subject.decoder, subject.rules, subject.config.rollout.temperature)
-        found, of_loss, of_size = gradient(own, sequences)
+        found, of_loss, of_size = gradient(wide(weights), jax.tree.map(jnp.asarray, sequences))
         gradients = {name: np.asarray(of_loss[name]) for name in trained_specs(subject.decoder)}
         norms = {name: max(_norm(value), _norm(np.asarray(of_size[name]))) for name, value in gradients.items()}
         loss, size, entropy, kl = (float(x) for x in found)
@@ -317,28 +311,27 @@ def naive_update(
 
 
 def moved(positions: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """How far made-up values before a step are from the critic's own, by position and target token."""
+    """The difference of made-up values before a step from the model's own, by position and target token."""
     return np.sin(1.3 * positions + 0.7 * targets)
 
 
-def naive_value_update(sequences: Sequences, critic: NaiveModel, clip: float | None) -> Update:
-    """Loss and gradient of a critic's update on an optimizer step, by the naive objective in float64."""
+def naive_value_update(sequences: Sequences[np.ndarray], model: NaiveModel, clip: float | None) -> Update:
+    """Loss and gradient of an optimizer step of a model that estimates values, by the naive objective in float64."""
     with in_float64():
-        wide = {name: jnp.asarray(np.asarray(x, np.float64)) for name, x in critic.weights.items()}
-        own = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), sequences)
-        value, gradient = _naive_value_gradient(critic.decoder, clip)(wide, own)
-        return Update(float(value), _host(gradient), critic.weights)
+        own = jax.tree.map(jnp.asarray, sequences)
+        value, gradient = _naive_value_gradient(model.decoder, clip)(wide(model.weights), own)
+        return Update(float(value), _host(gradient), model.weights)
 
 
 class _NaiveValueGradient(Protocol):
-    def __call__(self, weights: Weights, sequences: Sequences, /) -> tuple[jax.Array, Weights]: ...
+    def __call__(self, weights: Weights, sequences: Sequences[jax.Array], /) -> tuple[jax.Array, Weights]: ...
 
 
 @functools.cache
 def _naive_value_gradient(decoder: DecoderConfig, clip: float | None) -> _NaiveValueGradient:
-    """Compile a critic's naive loss with its gradient."""
+    """Compile the naive loss of estimated values with its gradient."""
 
-    def loss(weights: Weights, sequences: Sequences) -> jax.Array:
+    def loss(weights: Weights, sequences: Sequences[jax.Array]) -> jax.Array:
         n = sequences.valid.shape[1]
         return value_objective(
             continuation_values(weights, sequences.tokens, sequences.starts, decoder, n), sequences, clip
@@ -347,17 +340,16 @@ def _naive_value_gradient(decoder: DecoderConfig, clip: float | None) -> _NaiveV
     return jax.jit(jax.value_and_grad(loss))
 
 
-def _with_moved_values(found: Sequences) -> Sequences:
-    """The optimizer step with values before it that are `moved`."""
-    starts, tokens = np.asarray(found.starts), np.asarray(found.tokens)
-    positions = starts[:, None] - 1 + np.arange(found.valid.shape[1])[None]  # [S, n]
-    targets = np.take_along_axis(tokens, np.minimum(positions + 1, tokens.shape[1] - 1), axis=1)
-    values: Any = np.asarray(found.values) + moved(positions, targets)
-    return dataclasses.replace(found, values=values)
+def _with_moved_values(found: Sequences[np.ndarray]) -> Sequences[np.ndarray]:
+    """The optimizer step, whose values before it differ from the model's by `moved`."""
+    positions = found.starts[:, None] - 1 + np.arange(found.valid.shape[1])[None]  # [S, n]
+    targets = np.take_along_axis(found.tokens, np.minimum(positions + 1, found.tokens.shape[1] - 1), axis=1)
+    values = found.scores[VALUES] + moved(positions, targets)
+    return dataclasses.replace(found, scores={**found.scores, VALUES: values})
 
 
 def sizes_of(form: Form, subject: Subject) -> BatchSizes:
-    """The sizes of a form's batches; with the experts of tokens only where they are to be repeated."""
+    """The sizes of a form's batches, which record the experts of tokens only if the form repeats them."""
     return BatchSizes(
         row_tokens=form.row_tokens,
         rows=form.rows,
@@ -370,7 +362,7 @@ def sizes_of(form: Form, subject: Subject) -> BatchSizes:
 
 
 def privileged_sizes(form: Form, subject: Subject) -> BatchSizes:
-    """The sizes of the batches that a teacher with its own prompts scores."""
+    """The sizes of the batches that a model with prompts of its own scores."""
     return dataclasses.replace(sizes_of(form, subject), row_tokens=form.row_tokens + HINT, choices=0)
 
 
@@ -414,17 +406,30 @@ def _norm(x: np.ndarray) -> float:
     return float(np.linalg.norm(x))
 
 
-def _keeping_gradient(rate: float) -> optax.GradientTransformation:
-    """Gradient descent whose state is the last gradient, so that it can be read exactly."""
+def keeping_gradient(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Wrap an optimizer so that the first entry of its state is the last gradient that it received."""
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return jax.tree.map(lambda g: -rate * g, updates), updates
+    def init(params: optax.Params) -> optax.OptState:
+        inner: Any = optimizer.init(params)
+        return (jax.tree.map(jnp.zeros_like, params), *inner)
 
-    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        kept: Any = state
+        changes, inner = optax.with_extra_args_support(optimizer).update(updates, tuple(kept[1:]), params, **extra)
+        links: Any = inner
+        return changes, (updates, *links)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+DESCENT = keeping_gradient(optax.sgd(0.1))
+"""The optimizer that leads from one update to the next."""
 
 
 class _Values(NamedTuple):
-    """What the naive implementation computes of an optimizer step, [] each."""
+    """Numbers of an optimizer step by the naive implementation, [] each."""
 
     loss: jax.Array
     size: jax.Array
@@ -434,7 +439,7 @@ class _Values(NamedTuple):
 
 class _NaiveGradient(Protocol):
     def __call__(
-        self, weights: Weights, sequences: Sequences, /
+        self, weights: Weights, sequences: Sequences[jax.Array], /
     ) -> tuple[_Values, dict[str, jax.Array], dict[str, jax.Array]]: ...
 
 
@@ -442,20 +447,20 @@ class _NaiveGradient(Protocol):
 def _naive_gradient(decoder: DecoderConfig, rules: Rules, temperature: float) -> _NaiveGradient:
     """Compile the naive loss and its size with the gradients of both."""
 
-    def values_of(weights: Weights, sequences: Sequences) -> _Values:
+    def values_of(weights: Weights, sequences: Sequences[jax.Array]) -> _Values:
         n, starts = sequences.valid.shape[1], sequences.starts
         table = distributions(
             weights, sequences.tokens, starts=starts, decoder=decoder, temperature=temperature, penalty=1.0, n=n
         )
         found = scores(table, sequences.tokens, starts)
-        loss, size = objective(rules, found, sequences, divergences(rules, table, sequences.teacher))
+        loss, size = objective(rules, found, sequences, table)
         count = jnp.sum(sequences.valid)
         kl = kl_values(rules, found.logprobs, sequences)
         means = [jnp.sum(jnp.where(sequences.valid, x, 0.0)) / count for x in (found.entropy, kl)]
         return _Values(loss, size, *means)
 
     @jax.jit
-    def gradients(weights: Weights, sequences: Sequences) -> tuple[_Values, Any, Any]:
+    def gradients(weights: Weights, sequences: Sequences[jax.Array]) -> tuple[_Values, Any, Any]:
         values, pull = jax.vjp(lambda each: values_of(each, sequences), weights)
         none = jnp.zeros(2)
         (both,) = jax.vmap(pull)(_Values(jnp.array([1.0, 0.0]), jnp.array([0.0, 1.0]), none, none))

@@ -10,13 +10,16 @@ from podium.config.schema import Attention
 
 Backend = Literal["tpu_kernel", "gpu_kernel", "blocks", "reference"]
 KERNELS: Mapping[str, Backend] = {"tpu": "tpu_kernel", "gpu": "gpu_kernel"}
-"""The name of the attention kernel of each kind of kernels (`podium.accelerators.Kernels`)."""
+"""The attention kernel for each kind of kernels that a device runs (`podium.accelerators.Kernels`)."""
 BLOCK = 64
 """Most tokens per block in XLA; a block's scores then fit a CPU's cache."""
 GPU_BLOCKS = (64, 32, 16)
-"""Tokens per block of the GPU kernel: the most that registers and shared memory hold (`gpu_block`)."""
+"""Tokens per block of the GPU kernel: chosen as the largest that fit registers and shared memory (`gpu_block`)."""
 GPU_TILES = 4.5
-"""Blocks of queries, keys or values that its largest program has in shared memory: 3.1 to 4.3 in compiled ones."""
+"""Blocks of queries, keys or values that the GPU kernel's largest program keeps in shared memory, rounded up: compiled
+programs need 3.1 to 4.3."""
+GPU_SMALLEST = 16
+"""Rows and columns of Triton's smallest product."""
 TPU_BLOCKS = (512, 384, 256, 128)
 """Tokens per block of the TPU kernel. Large blocks pad rows; each block costs `TPU_BLOCK_COST` tokens extra."""
 TPU_BLOCK_COST = 64
@@ -24,7 +27,7 @@ CACHE_BLOCK = 256
 """Tokens of the cache that attention reads per block, in whole pages; on CPU one page, as larger blocks are slower."""
 
 LANES = 128
-"""Elements per row of a TPU tile. Programs copy an array whose rows do not fill tiles into a padded one."""
+"""Elements per row of a TPU tile. Arrays whose rows do not fill tiles are copied into padded ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +35,11 @@ class KvLayout:
     """How a page of the cache stores the keys and values of one head."""
 
     width: int
-    """Elements of a stored row; zero-padded if the key or value is shorter."""
+    """Elements of a stored row; shorter keys and values are zero-padded."""
     joined: bool = False
-    """Whether a row holds a token's key followed by its value, rather than only one of them."""
+    """Whether a row holds a token's key followed by its value, instead of only a key or a value."""
     transposed: bool = False
-    """Whether keys are stored with positions as the last dimension, rather than the elements of a key."""
+    """Whether keys are stored with positions as the last dimension, instead of the elements of a key."""
 
     @property
     def numbers(self) -> int:
@@ -48,8 +51,8 @@ def kv_layout(head_dim: int, platform: str) -> KvLayout:
     """The cache layout for heads of `head_dim` elements on a jax platform (cpu, gpu, tpu).
 
     On a TPU, rows fill whole tiles: for heads of 64, a row of 128 elements holds a key and its value; for heads of 80,
-    key and value have a row of 128 elements each, the last 48 of which are zeros. On a CPU, keys are transposed, which
-    cuts the time of a decode step's attention to 0.45.
+    key and value each have a row of 128 elements, of which the last 48 are zeros. On a CPU, keys are transposed, so
+    that attention in a decode step takes 0.45 of the time.
     """
     if platform != "tpu":
         return KvLayout(head_dim, transposed=platform == "cpu")
@@ -70,8 +73,27 @@ def attention_backend(choice: Attention, kernels: str) -> Backend:
     return KERNELS.get(kernels, "blocks") if choice in ("auto", "kernel") else choice
 
 
+def gpu_kernel_decodes(page_tokens: int, head_dim: int) -> bool:
+    """Whether a GPU's kernel takes pages and heads of these sizes: powers of two that Triton can multiply."""
+    return all(size >= GPU_SMALLEST and size & (size - 1) == 0 for size in (page_tokens, head_dim))
+
+
+def slower_decode(kernels: str, page_tokens: int, head_dim: int) -> str:
+    """A line that says why XLA reads the cache's pages on devices that run this kind of kernels, where a GPU's kernel
+    would be faster; empty if it does not.
+    """
+    if kernels != "gpu" or gpu_kernel_decodes(page_tokens, head_dim):
+        return ""
+    rule = "XLA reads the cache, slower than the GPU's kernel, which takes powers of two from 16"
+    if gpu_kernel_decodes(page_tokens, GPU_SMALLEST):
+        return f"decode: {rule}: the model's heads have {head_dim} elements"
+    return f"decode: {rule}: rollout.page_tokens is {page_tokens}; set it to 64"
+
+
 def cut(backend: Backend, length: int) -> tuple[int, int]:
-    """Cut a row of `length` tokens into blocks: returns their number and the tokens of each; the last may be padded."""
+    """Cut a row of `length` tokens into blocks: returns the number of blocks and the tokens of each; the last block may
+    be padded.
+    """
     if backend == "reference":
         return 1, length
     if backend == "blocks":
@@ -86,8 +108,8 @@ def cut(backend: Backend, length: int) -> tuple[int, int]:
 def gpu_block(head_dim: int, itemsize: int, shared_memory: int | None) -> int:
     """Tokens per block of the GPU kernel for heads of `head_dim` elements of `itemsize` bytes.
 
-    `shared_memory` are the bytes that a program may have of it: 101,376 on an L4, 232,448 on an H100. None: the
-    device does not say, or emulates the kernel.
+    `shared_memory` is the shared memory of a program in bytes: 101,376 on an L4, 232,448 on an H100; None if the device
+    does not report it or emulates the kernel.
     """
     if shared_memory is None:
         return GPU_BLOCKS[0]
@@ -96,7 +118,9 @@ def gpu_block(head_dim: int, itemsize: int, shared_memory: int | None) -> int:
 
 
 def attended_pairs(backend: Backend, length: int) -> int:
-    """Query-key pairs that attention computes for a row of one sequence, the most that a row of `length` can need."""
+    """Query-key pairs that attention computes for a row of `length` tokens that holds one sequence, which needs the
+    most.
+    """
     n, t = cut(backend, length)
     return t * t * n * (n + 1) // 2
 
@@ -107,26 +131,30 @@ def cache_block_pages(page_tokens: int, platform: str) -> int:
 
 
 class WindowBlocks(NamedTuple):
-    """The blocks of a layer with a window: each row's begin at the page of the oldest token that it sees."""
+    """The blocks of a layer with a window; a row's blocks begin at the page of the oldest token in its window."""
 
     pages: int
-    """Per block."""
+    """Pages per block."""
     most: int
-    """Blocks of a row, however long its sequence is."""
+    """Blocks per row, however long its sequence is."""
 
 
 def window_blocks(reach: int, block_pages: int) -> WindowBlocks:
-    """Cut the `reach` pages that a window touches into blocks of half to all of `block_pages`, with the least read."""
+    """Cut the `reach` pages that a window touches into blocks of between half of `block_pages` and all, such that the
+    fewest pages are read.
+    """
     sizes = [WindowBlocks(pages, -(-reach // pages)) for pages in range(-(-block_pages // 2), block_pages + 1)]
     return min(sizes, key=lambda each: (each.pages * each.most, each.most))
 
 
 def window_scope(reach: int) -> str:
-    """The scope of a layer's attention that reads at most `reach` pages of a sequence, for the planner."""
+    """The name of the jax scope of attention that reads at most `reach` pages of a sequence; the planner reads it."""
     return f"window_of_{reach}_pages"
 
 
 def window_reach(source: str) -> int | None:
-    """The pages in the name of a scope within `source`, the path of names of an instruction; None if absent."""
+    """The pages that a `window_scope` name in `source` gives; None if absent. `source` is the scope path of an
+    instruction.
+    """
     found = re.search(r"/window_of_(\d+)_pages(/|$)", source)
     return int(found[1]) if found else None

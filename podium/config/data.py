@@ -1,4 +1,4 @@
-"""The settings of which prompts are drawn: measured before the run, and learned during it."""
+"""The settings that choose prompts, by what was measured before the run or is learned during it."""
 
 from typing import Annotated
 
@@ -8,43 +8,45 @@ from podium.config.section import Fraction, Positive, Section
 
 
 class FilterConfig(Section):
-    """Prompts to train on, by how often the run's model solves them before the run; `podium filter` measures it."""
+    """Selects training prompts by how often the run's model solves them before the run, as measured by `podium
+    filter`.
+    """
 
     file: str
-    """File of the measured shares, which `podium filter` writes: for one model, one set of data and one number of
+    """File of the measured shares of right answers, written by `podium filter` for one model, data set and number of
     samples."""
     # prime-rl: easy_threshold, hard_threshold
     pass_rate: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.1, 0.9]
-    """Least and largest share of right answers of a prompt that is kept."""
+    """Lowest and highest share of right answers at which a prompt is kept."""
     samples: Positive = 8
-    """Answers to each prompt, drawn with the settings of `rollout`."""
+    """Answers sampled per prompt, with the settings of `rollout`."""
 
 
 class RetireConfig(Section):
-    """Prompts that are solved are not drawn again."""
+    """Stops drawing prompts once they are solved."""
 
     pass_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 0.9  # prime-rl: easy_threshold
-    """Share of right answers in one group from which on its prompt is not drawn again."""
+    """A prompt is not drawn again once this share of its group's answers is right."""
     keep: Positive = 64
-    """Prompts of each task, or of each level of a curriculum, that are drawn on however well they go."""
+    """Prompts per task, or per curriculum level, that are never retired, however often they are solved."""
 
 
 class ProgressConfig(Section):
-    """Tasks are drawn by how fast they are learned (arXiv:1707.00183)."""
+    """Draws tasks more often the faster they are learned (arXiv:1707.00183, whose code is TSCL)."""
 
-    window: Annotated[int, Field(ge=4)] = 32
-    """Groups of each task that count, the last ones: progress is how far the mean of the newer half is from that of the
-    older."""
-    spread: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
-    """Share of prompts that are drawn by the tasks' weights alone, so that none is forgotten; 1: all of them."""
+    window: Annotated[int, Field(ge=4)] = 32  # TSCL: window_size
+    """Recent groups per task from which progress is computed: the distance between the mean reward of the newer half
+    and that of the older half."""
+    spread: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2  # TSCL: epsilon
+    """Share of prompts drawn by the tasks' weights alone, so that no task is forgotten; 1: all prompts."""
 
 
 class DataConfig(Section):
-    """Which prompts are drawn (docs/tasks.md). What a run learns of them is saved with its checkpoints."""
+    """Which prompts are drawn (docs/tasks.md). What a run has measured about its prompts is saved in checkpoints."""
 
     filter: FilterConfig | None = None
-    """Leave out prompts that the model solves always or never; unset: train on all."""
+    """Leave out prompts that the model solves too often or too rarely; unset: train on all."""
     retire: RetireConfig | None = None
-    """Leave out prompts once they are solved; unset: none."""
+    """Leave out prompts once they are solved; unset: leave none out."""
     progress: ProgressConfig | None = None
     """Draw tasks by their progress instead of by their weights alone; unset: by weight."""

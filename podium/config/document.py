@@ -1,4 +1,4 @@
-"""Reads and writes YAML 1.2; every value knows the line it came from, and `1e-6` is a number.
+"""Reads and writes YAML 1.2; every value records its line, and `1e-6` is a number.
 
 Scalars are those of YAML 1.2: true and false, null, decimal, hexadecimal and octal integers, floats. PyYAML by default
 reads YAML 1.1, in which `1e-6` is text, `no` is false and `12:30` is 750. Duplicate keys, multiple documents and custom
@@ -46,11 +46,12 @@ class Node:
     value: "Scalar | dict[str, Node] | list[Node]"
     origin: str
     text: str | None = None
-    """The unparsed text of a value from the environment or command line, where quotes cannot mark a number as text."""
+    """The unparsed text of a value from the environment or command line, whose type depends on the setting: `7` may be
+    text."""
 
     @classmethod
     def of(cls, value: Plain, origin: str) -> "Node":
-        """Make a node from a plain value, with one origin for all of it."""
+        """Make a node from a plain value, giving all its parts the same origin."""
         if isinstance(value, Mapping):
             return cls({key: cls.of(child, origin) for key, child in value.items()}, origin)
         if isinstance(value, Sequence) and not isinstance(value, str):
@@ -67,7 +68,7 @@ class Node:
 
     @property
     def section(self) -> "dict[str, Node]":
-        """What a mapping holds; nothing for a list or a scalar."""
+        """The items of a mapping; empty for a list or a scalar."""
         return self.value if isinstance(self.value, dict) else {}
 
     def children(self) -> list[tuple[str | int, "Node"]]:
@@ -102,7 +103,7 @@ class _Dumper(yaml.SafeDumper):
     """Quotes text that YAML 1.1 or 1.2 would read as another type."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Never write aliases such as `&id001`, which a reader would have to resolve."""
+        """Never write YAML aliases such as `&id001`, which readers would have to resolve."""
         return True
 
 
@@ -119,7 +120,7 @@ for _name, (_pattern, _first) in _SCALARS.items():
 def read_document(path: Path) -> Node:
     """Read a YAML file that contains a mapping; an empty file is an empty mapping.
 
-    Raises ConfigError if the file cannot be read, is not YAML or not a mapping, or has a duplicate key.
+    Raises ConfigError if the file cannot be read, does not contain a YAML mapping, or has a duplicate key.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -175,7 +176,7 @@ def dump_value(value: object) -> str:
 def _compose(text: str, origin: str) -> yaml.Node | None:
     try:
         return yaml.compose(text, _Loader)
-    except RecursionError:  # PyYAML's parser calls itself for each level
+    except RecursionError:  # PyYAML's parser recurses once per level
         raise wrong(origin, f"nested too deep: at most {DEEPEST} sections and lists inside each other") from None
 
 

@@ -31,17 +31,17 @@ class Contradiction:
     """Settings that are valid alone but not together, or a value that another part of Podium rejects."""
 
     keys: tuple[str, ...]
-    """Dotted paths of all settings that the rule compares; the first is the one to blame."""
+    """Dotted paths of all settings that the rule compares; the error is reported for the first."""
     message: str
     """Values, rule and way out."""
     needs: tuple[str, ...] = ()
-    """Other settings that the rule reads; the rule is not applied if one of these is itself invalid."""
+    """Other settings that the rule reads; the rule is skipped if one of them is invalid."""
     about: str | None = None
     """Documentation of the setting."""
 
 
 class UsageError(ValueError):
-    """A command that cannot be carried out as it is written: an option, file, run or machine in it does not exist."""
+    """A command line that cannot be executed: an option, file, run or machine in it does not exist."""
 
     exit_status = 2
 
@@ -63,7 +63,7 @@ class ConfigError(ValueError):
 
 
 def raised_here(error: Exception) -> bool:
-    """Whether Podium raised it, as it does for what users get wrong; a ValueError from a library is a bug."""
+    """Whether Podium itself raised the error, because of a user's mistake; a ValueError from a library is a bug."""
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename
     return Path(innermost).is_relative_to(Path(__file__).parents[1])
 
@@ -90,4 +90,4 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     if near := nearest(name, names):
         return f"did you mean {near!r}?"
-    return f"there is {', '.join(names)}" if names else "there are none"
+    return f"expected one of {', '.join(names)}" if names else "there are none"

@@ -1,6 +1,6 @@
 """Turns pydantic's validation errors into errors with the key, the value, the rule, the origin and the way out.
 
-The rule of a setting is read from the JSON schema, its purpose from the field's docstring. Contradictions between
+The rule of a setting comes from the JSON schema, its description from the field's docstring. Contradictions between
 settings are reported together with invalid values, unless they involve a setting that is itself invalid.
 """
 
@@ -39,7 +39,7 @@ Schema = TypedDict(
     },
     total=False,
 )
-"""What pydantic writes of JSON schema."""
+"""A node of the JSON schema that pydantic writes."""
 
 
 def config_schema() -> Schema:
@@ -82,7 +82,7 @@ def _paths(node: Schema, schema: Schema, path: Location) -> Iterator[Location]:
 
 
 def _contradictions(error: ValidationError, tree: Node, rules: Sequence[Rule]) -> list[Contradiction]:
-    """The broken rules; if fields are invalid, those of the config with the invalid fields at their defaults."""
+    """The broken rules; if some fields are invalid, those are set to their defaults before the rules are checked."""
     details = error.errors(include_url=False)
     if any(each["type"] != "contradiction" for each in details):
         try:
@@ -184,7 +184,7 @@ def _way_out(location: Location, schema: Schema, files: Sequence[str]) -> str:
 
 
 def _resolve(node: Schema, schema: Schema) -> Schema:
-    """Resolve a schema node: follow `$ref`, and take X of `X | None`."""
+    """Resolve a schema node: follow `$ref`, and reduce `X | None` to X."""
     if "anyOf" in node:
         choices = [choice for choice in node["anyOf"] if choice.get("type") != "null"]
         return _resolve(choices[0], schema)

@@ -1,4 +1,6 @@
-"""Chooses the head for update and scoring, and how the fused head cuts its arrays. No jax, for the planner."""
+"""Chooses how update and scoring compute log-probabilities, and how the fused head tiles its arrays. No jax, for the
+planner.
+"""
 
 import math
 from typing import Literal
@@ -9,8 +11,8 @@ HeadKind = Literal["chunked", "fused"]
 TOKENS = (1024, 512, 256, 128)
 VOCAB = (512, 256, 128)
 LANES = 128
-"""Tokens and logits per tile of the kernels. Each tile of tokens reads the whole head; on v6e, from 560 tokens on, this
-takes less time than the tile's product."""
+"""Tokens and logits per tile of the kernels. Each tile of tokens reads the whole head; on v6e, reading takes less time
+than the tile's product from 560 tokens on."""
 TILE_COST = 128
 """Large tiles pad rows; each tile costs this many tokens extra."""
 
@@ -39,7 +41,9 @@ def fast_memory(device: str) -> int:
 
 
 def head_tile(count: int, vocab: int, width: int, itemsize: int, memory: int) -> tuple[int, int]:
-    """Choose a tile (tokens, logits) for `count` tokens; two copies of both operands and four of logits must fit."""
+    """Choose a tile (tokens, logits) for `count` tokens, such that two copies of both operands and four of the logits
+    fit.
+    """
     fitting = [
         (tokens, logits)
         for tokens in TOKENS
@@ -52,6 +56,8 @@ def head_tile(count: int, vocab: int, width: int, itemsize: int, memory: int) ->
 
 
 def head_chunks(count: int, chunk: int, tile: int) -> tuple[int, int]:
-    """Cut `count` tokens into chunks of about `chunk`: returns their number and the tokens of each, in whole tiles."""
+    """Cut `count` tokens into chunks of about `chunk`: returns the number of chunks and the tokens of each, in whole
+    tiles.
+    """
     chunks = math.ceil(count / max(chunk, tile))
     return chunks, math.ceil(math.ceil(count / chunks) / tile) * tile

@@ -1,4 +1,6 @@
-"""Hints about unknown keys, registered by packages that know other systems; `podium.config` imports none of them."""
+"""Hints about unknown keys. Packages that know other systems' settings register them; `podium.config` imports none of
+these packages.
+"""
 
 from collections.abc import Callable
 

@@ -37,27 +37,28 @@ def imported(path: str, *, what: str, known: Iterable[str] = ()) -> Any:
     if module_name == SESSION:
         if attribute not in _given:
             raise ValueError(
-                f"{path!r} was passed by the Python session that started the run; continue there, or put it in a"
-                " module and name it `module:name`"
+                f"{path!r} was passed by the Python session that started the run; continue the run in that session, "
+                "or put the object in a module and name it `module:name`"
             )
         return _given[attribute]
     if not colon:
         own = "your own: write `package.module:name`"
         raise ValueError(f"{path!r} is not {what}; {suggestion(path, known)} ({own})")
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a module beside the config, also for the installed `podium` command
+        sys.path.append(os.getcwd())  # so that the `podium` command, too, finds a module beside the config
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(
-            f"{path!r}: no module {error.name!r} here; install its package, or start podium in the folder that holds it"
+            f"{path!r}: no module {error.name!r} found; install its package, or start podium in the folder that "
+            "contains it"
         ) from error
     except SystemExit as error:
         raise ValueError(
-            f"{path!r}: module {module_name} ends the program as it is imported (sys.exit({error.code!r})); put what it"
-            " runs as a script behind `if __name__ == '__main__':`"
+            f"{path!r}: module {module_name} ends the program as it is imported (sys.exit({error.code!r})); put what "
+            "it runs as a script under `if __name__ == '__main__':`"
         ) from error
     if not hasattr(module, attribute):
         defined = [key for key, value in vars(module).items() if callable(value)]
@@ -81,7 +82,7 @@ def name_of(thing: object) -> str:
 
 
 def _replaces(new: object, old: object) -> bool:
-    """Whether an object is a newer version of another, because a notebook cell was run again."""
+    """Whether `new` is a newer version of `old`, because a notebook cell was run again."""
     code = [getattr(each, "__code__", None) for each in (new, old)]
     if code[0] is not None and code[0] == code[1]:
         return True

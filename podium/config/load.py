@@ -2,11 +2,11 @@
 
 Files merge left to right, each on top of the files that its `base:` names. Sections merge key by key; lists and values
 are replaced whole. `PODIUM_ROLLOUT__MAX_NEW_TOKENS=64` and `--set rollout.max_new_tokens=64` set one value each; lists
-are set by index (`tasks.0.path`). `podium.config.schema` defines the settings; `podium.config.explain` words the
-errors.
+are set by index (`tasks.0.path`). `podium.config.schema` defines the settings; `podium.config.explain` writes the error
+messages.
 
-The environment is parsed here rather than with pydantic-settings, whose sources drop the origins: errors could not name
-the variable, or the line of a file.
+The environment is parsed here rather than with pydantic-settings, which forgets where a value came from: errors could
+not name the variable, or the line of a file.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class Loaded:
 
 
 class Override(NamedTuple):
-    """A setting from a command line option of its own, such as `--task`."""
+    """A setting given by a separate command line option, such as `--task`, instead of `--set`."""
 
     key: str
     """Dotted path."""
@@ -61,8 +61,8 @@ def load(
         files: YAML files; later ones win.
         overrides: `key=value` texts of `--set`, or settings with an origin; later ones win, and all win over `environ`.
         environ: usually `os.environ`; variables that start with `PODIUM_` are settings.
-        rules: further rules, whose violations are reported together with all other errors.
-        settled: maps a file and the settings that are written there to those that count.
+        rules: further rules, whose violations are reported together with other errors.
+        settled: replaces the settings that a file contains, given the file and these settings.
 
     Raises ConfigError with all problems.
     """
@@ -86,7 +86,7 @@ def load(
 
 
 def located(file: Path) -> Path:
-    """The file; if it does not exist, the config of that name that is installed with Podium."""
+    """The file, or if it does not exist, the config of the same name that is installed with Podium."""
     shipped = SHIPPED / file
     return shipped if file.parts[:1] == ("configs",) and not file.exists() and shipped.is_file() else file
 
@@ -189,7 +189,9 @@ def validate(tree: Node, files: Sequence[str | Path], *, rules: Sequence[Rule] =
 
 
 def _with_text_as_typed(tree: Node, error: ValidationError) -> Node:
-    """Replace values of environment and command line by their text where the schema expects text: `--set name=7`."""
+    """Replace values from the environment and command line by their text if the schema expects text, as for `--set
+    name=7`.
+    """
     for detail in error.errors(include_url=False):
         node = tree.find(detail["loc"])
         if detail["type"] == "string_type" and node is not None and node.text is not None:

@@ -1,4 +1,4 @@
-"""The settings of LoRA (arXiv:2106.09685): small trained matrices beside the frozen ones of the model."""
+"""The settings of LoRA (arXiv:2106.09685): small trained matrices that are added to the model's frozen ones."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
@@ -9,9 +9,9 @@ from podium.config.errors import Contradiction, nearest
 from podium.config.section import Positive, PositiveFloat, Section
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
-"""A dense layer's matrices, which can have an adapter, and of which `base` says the format."""
+"""Matrices of a dense layer that can have an adapter, and whose format `base` sets."""
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
-"""The matrices of a mixture's experts, which can have an adapter: each expert its own."""
+"""Matrices of a mixture's experts that can have an adapter; each expert has its own."""
 ADAPTABLE = (*MATRICES, *EXPERTS)
 TARGETS: Mapping[str, tuple[str, ...]] = {
     "all": MATRICES,
@@ -20,12 +20,13 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     "experts": EXPERTS,
     **{name: (name,) for name in ADAPTABLE},
 }
-"""The groups that `lora.targets` may name, and their matrices."""
+"""The values that `lora.targets` may contain, and the matrices that each selects."""
 FULL_RATE, LORA_RATE = 1e-6, 1e-5
 """Default learning rates; adapters need about ten times as much, whatever their rank
 (https://thinkingmachines.ai/blog/lora/; `python -m benches.lora_rates` tests it)."""
 APART_RANK = 64
-"""Largest rank for which `auto` computes the adapters' products at each token instead of merging the adapters."""
+"""Largest rank for which `lora.rollout: auto` computes the adapters' products at each token instead of merging the
+adapters."""
 
 Base = Literal["bfloat16", "int8", "nf4"]
 NF4_BLOCK = 64
@@ -41,25 +42,27 @@ class LoraConfig(Section):
     """An adapter's output is multiplied by alpha / rank."""
     targets: Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given)] = ["all"]
     """Matrices that get an adapter: all, attention, mlp, experts, or names of q, k, v, o, gate, up, down, expert_gate,
-    expert_up, expert_down. Experts have adapters only if they are named: of a mixture of experts, all means attention.
-    Routers have none."""
+    expert_up, expert_down. Experts get adapters only if they are named: for a mixture of experts, `all` means
+    attention. Routers get none."""
     seed: int = 0
-    """Seed of the adapters' first factors; the second factors start at 0, so the run starts with the model itself."""
+    """Seed of the adapters' first factors; the second factors start at 0, so that the run starts from the model
+    itself."""
     base: Base = "bfloat16"
-    """Storage format of the layers' frozen matrices, except experts: these are bfloat16. int8: half the memory, with a
-    scale per output. nf4: 0.28 of the memory, by QLoRA's 16 levels (arXiv:2305.14314) and a scale per 64 numbers. Use
-    them only if memory is short: they change the model, nf4 more than int8."""
+    """Storage format of the layers' frozen matrices, except experts, which stay bfloat16. int8: half the memory, with a
+    scale per output. nf4: 0.28 of the memory, with QLoRA's 16 levels (arXiv:2305.14314) and a scale per 64 numbers. Use
+    int8 or nf4 only if memory is short: both change the model, nf4 more than int8."""
     rollout: Literal["auto", "apart", "shared", "merged"] = "auto"
-    """How the rollout applies the adapters. apart: as separate low-rank products beside the frozen model, of which a
-    GPU has a second copy, with each layer's matrices ready for decoding; shared: the same, but with one copy on a GPU
-    too, which decodes up to three times slower; merged: in a copy of the model with the adapters added, remade after
-    every update and rounded to its number format. auto: apart up to rank 64, shared if base is int8 or nf4."""
+    """How the rollout applies the adapters. apart: as separate low-rank products; a GPU keeps a second copy of the
+    frozen model, with each layer's matrices laid out for decoding. shared: the same without the second copy, which
+    decodes up to three times slower on a GPU. merged: in a copy of the model with the adapters added, which is remade
+    after every update and rounded to the rollout's number format. auto: apart up to rank 64, shared if base is int8 or
+    nf4."""
     adapter: str | None = None  # verl: lora_adapter_path
     """Folder of an adapter in PEFT's format to start from, instead of new adapters."""
 
 
 def contradictions(lora: LoraConfig) -> Iterator[Contradiction]:
-    """What is wrong with the settings of LoRA."""
+    """Check the settings of LoRA."""
     if not lora.targets:
         yield Contradiction(("lora.targets",), f"an empty list: nothing would be trained; name {', '.join(TARGETS)}")
     for index, name in enumerate(lora.targets):
@@ -73,7 +76,7 @@ def contradictions(lora: LoraConfig) -> Iterator[Contradiction]:
 
 
 def with_rate(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """Add LoRA's default learning rate to the settings of a config if they have `lora` but no learning rate."""
+    """Add LoRA's default learning rate to a config's settings if they contain `lora` but no learning rate."""
     train = settings.get("train", {})
     optimizer = train.get("optimizer", {}) if isinstance(train, Mapping) else None
     if not isinstance(train, Mapping) or not isinstance(optimizer, Mapping):

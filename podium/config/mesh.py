@@ -1,8 +1,8 @@
-"""Resolves `mesh:` to axis sizes on given devices, hosts and slices. No jax, so errors come before it is imported.
+"""Resolves `mesh:` to axis sizes on given devices, hosts and slices. Does not import jax, so that errors come early.
 
 Slices are joined by the data center's network (DCN), which is a hundred times slower than the interconnect within a
-slice. They are the outermost part of dp: `dcn:2,fsdp:8` copies the weights to two slices and splits them over the 8
-devices of each.
+slice. They form the outermost part of dp: `dcn:2,fsdp:8` replicates the weights on two slices and splits them over the
+8 devices of each slice.
 """
 
 import math
@@ -18,15 +18,14 @@ SHORT_FORM = ("dp", "fsdp", "tp")
 """The axes of an unnamed mesh such as `1,-1,1`."""
 
 MeshSizes = Mapping[str, int]
-"""The size of each of AXES, in their order."""
+"""Axis sizes by name, in the order of AXES."""
 
 
 def mesh_sizes(text: str, *, hosts: int = 1, slices: int = 1) -> dict[str, int]:
     """Parse `mesh:` into axis sizes, with -1 for "all remaining devices"; needs no devices.
 
-    `auto` is full FSDP in each slice, `host_local` is dp over hosts and fsdp inside each, `fsdp:4,tp:2` names sizes
-    (an axis that is not named is 1), `1,-1,1` is dp, fsdp and tp. At most one is -1. Raises ValueError for any other
-    text.
+    `auto` is full FSDP in each slice, `host_local` is dp over hosts and fsdp inside each, `fsdp:4,tp:2` names axes
+    (others are 1), and `1,-1,1` gives dp, fsdp and tp. At most one size is -1. Raises ValueError for any other text.
     """
     named: dict[str, int]
     if text == "auto":
@@ -76,7 +75,7 @@ def mesh_text(sizes: MeshSizes) -> str:
 
 
 def _named_sizes(text: str) -> dict[str, int]:
-    """Parse `dcn:2,fsdp:4`; slices are multiplied into dp."""
+    """Parse a mesh such as `dcn:2,fsdp:4`; the number of slices is multiplied into dp."""
     named = [(name.strip(), int(size)) for name, size in (part.split(":") for part in text.split(","))]
     unknown = [name for name, _ in named if name not in (SLICES, *AXES)]
     if unknown or len({name for name, _ in named}) < len(named):

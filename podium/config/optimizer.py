@@ -5,11 +5,11 @@ from typing import Literal
 from podium.config.section import Fraction, NotNegative, NotNegativeFloat, PositiveFloat, Section
 
 OPTIMIZER_COPIES = {"adamw": 2, "lion": 1, "sgd": 1, "muon": 2, "adafactor": 0}
-"""The optimizers by name, and the elements of state that each keeps per parameter; 2 is assumed for a user's own."""
+"""Elements of state per parameter of each optimizer; 2 is assumed for a user's own."""
 
 
 class OptimizerConfig(Section):
-    """The optimizer (optax) and its schedule."""
+    """The optimizer (optax) and its learning rate schedule."""
 
     name: str = "adamw"
     """Update rule; bytes of state per parameter: adamw 8, lion, muon and sgd 4, adafactor about 0. Or your own function
@@ -18,7 +18,7 @@ class OptimizerConfig(Section):
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate; unset: 1e-6, or 1e-5 with `lora`, because adapters need about ten times as much."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Shape after warm-up; cosine and linear end at `final_fraction` of the peak at the last step."""
+    """Shape of the schedule after warm-up; cosine and linear end at `final_fraction` of the peak at the last step."""
     final_fraction: Fraction = 0.0
     """Final learning rate of cosine and linear, as a fraction of the peak."""
     warmup_steps: NotNegative = 0

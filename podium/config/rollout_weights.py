@@ -10,5 +10,6 @@ CORRECTION: Mapping[str, str | float] = {
     "correction_low": 0.5,
     "correction_high": 2.0,
 }
-"""What `algorithm` has with rounded weights if it sets neither `correction` nor `old_logprobs`: only tokens count whose
-probability the trained weights at most double or halve, a mask as in IcePop (arXiv:2510.18855)."""
+"""Defaults of `algorithm` with rounded rollout weights, if neither `correction` nor `old_logprobs` is set: tokens are
+masked if their probability under the trained weights is more than twice, or less than half, the sampler's, as in IcePop
+(arXiv:2510.18855)."""

@@ -7,12 +7,14 @@ from podium.config.schema import Config
 
 
 def to_yaml(settings: Mapping[str, object], comments: Mapping[str, str] | None = None) -> str:
-    """Write plain settings as block YAML, one per line; `comments` by dotted path go to the end of the line."""
+    """Write plain settings as block YAML, one per line; `comments` maps dotted paths to comments, which are appended to
+    the lines.
+    """
     return "".join(f"{line}\n" for line in _mapping(settings, comments or {}, "", ""))
 
 
 def flat(tree: object, key: str = "") -> dict[str, object]:
-    """The leaves of nested mappings by dotted key, as `--set` has them; a list is a leaf, unless it is of mappings."""
+    """The leaves of nested mappings by dotted key, as in `--set`; a list is a leaf unless it contains mappings."""
     if isinstance(tree, list) and tree and all(isinstance(each, Mapping) for each in tree):
         tree = dict(enumerate(tree))
     if not isinstance(tree, Mapping) or not tree:
@@ -52,7 +54,7 @@ def _line(text: str, comment: str | None) -> str:
 
 
 def file_schema(names: Mapping[str, Iterable[str]], importable: Iterable[str] = ()) -> dict[str, object]:
-    """The JSON schema of a config file. Nothing is required, because files may include others.
+    """The JSON schema of a config file. No key is required, because files may include others.
 
     `names` lists the allowed values of text settings by dotted path; settings in `importable` also accept an import
     path.
@@ -74,7 +76,7 @@ def file_schema(names: Mapping[str, Iterable[str]], importable: Iterable[str] = 
     texts = {"type": "string"}
     base = {
         "anyOf": [texts, {"type": "array", "items": texts}],
-        "description": "Files, relative to this one, whose settings this one overrides.",
+        "description": "Files, relative to this one, whose settings this file overrides.",
     }
     schema["properties"] = {"base": base} | schema["properties"]
     schema.pop("required")

@@ -5,13 +5,13 @@ from podium.config.schema import RolloutConfig
 
 SMALLEST_BUCKET = 32
 REPRODUCIBLE_CHUNK = 128
-"""Most tokens of a row of a prefill call with `rollout.reproducible`, which has calls of one length only."""
+"""Longest row of a prefill call in tokens with `rollout.reproducible`, for which all calls have the same length."""
 STEPS_BETWEEN_LOOKS = 8
 PIECES_PER_WINDOW = 4
 
 
 def check_split(rollout: RolloutConfig, shards: int, over: str = "devices") -> None:
-    """Raises ValueError if slots or prefill rows do not divide over the `shards` devices or hosts."""
+    """Raise ValueError if slots or prefill rows are not divisible by `shards`, the number of devices or hosts."""
     for name, value in (("slots", rollout.slots), ("prefill_rows", rollout.prefill_rows)):
         if value % shards:
             raise ValueError(
@@ -39,10 +39,10 @@ def too_long(rollout: RolloutConfig, positions: int, model: str) -> Contradictio
 
 
 def conversation_tokens(rollout: RolloutConfig, given: int | None, positions: int) -> int:
-    """T: tokens of a reward model's rows, which are those of the longest conversation that it scores.
+    """Tokens T of the rows in which a model scores conversations: the length of the longest conversation.
 
-    `given` is its `max_tokens`. Unset: a quarter more than the policy's longest sequence, since its tokenizer and chat
-    template are others; rounded up to a multiple of 8, and no more than its `positions`.
+    `given` is the setting `max_tokens`. If unset, T is a quarter more than the policy's longest sequence, because
+    tokenizer and chat template differ; rounded up to a multiple of 8, and at most `positions`.
     """
     return given or min(positions, -(-5 * rollout.longest // 32) * 8)
 
@@ -50,20 +50,25 @@ def conversation_tokens(rollout: RolloutConfig, given: int | None, positions: in
 def too_long_to_score(
     rollout: RolloutConfig, given: int | None, positions: int, *, key: str, model: str
 ) -> Contradiction | None:
-    """The conflict of conversations' lengths with a reward model's number of positions; None if they fit.
+    """The conflict of conversations' lengths with the number of positions of a model that scores them; None if they
+    fit.
 
-    `given` is its `max_tokens`, and `key` the name of that setting.
+    `given` is the value of the model's `max_tokens`, and `key` the name of that setting.
     """
     if given is not None and given > positions:
-        return Contradiction((key,), f"{given} is more than the {positions} positions of {model}; set {positions}")
+        return Contradiction(
+            (key,), f"{given} is more than the {positions} positions of {model}; set at most {positions}"
+        )
     if given is None and rollout.longest > positions:
         rule = f"{_longest_name(rollout)} is {rollout.longest}, and {model} has {positions} positions"
-        return Contradiction((key,), f"{rule}; lower that, or set {positions} here: longer ones then get no score")
+        return Contradiction(
+            (key,), f"{rule}; lower that, or set at most {positions} here: longer conversations then get no score"
+        )
     return None
 
 
 def table_pages(rollout: RolloutConfig) -> int:
-    """W: pages of the longest possible sequence."""
+    """Pages W of the longest possible sequence."""
     return -(-rollout.longest // rollout.page_tokens)
 
 
@@ -92,17 +97,18 @@ def cache_pages(rollout: RolloutConfig, shards: int) -> int:
 def ring_piece(window: int, page_tokens: int) -> int:
     """Tokens that enter a ring of pages at once: whole pages, about a quarter of a window.
 
-    The ring holds them beside the window, for each sequence; with a whole window the rings of Gemma 3 would be 1.6
-    times as large, and a query would meet 2 windows of keys instead of 1.25.
+    Each sequence's ring holds these tokens in addition to the window. If it took a whole window at once, the rings of
+    Gemma 3 would be 1.6 times as large, and a query would meet 2 windows of keys instead of 1.25.
     """
     return -(-window // (PIECES_PER_WINDOW * page_tokens)) * page_tokens
 
 
 def ring_pages(window: int | None, rollout: RolloutConfig) -> int | None:
-    """Pages per ring of a windowed layer; None: the layer stores whole sequences in ordinary pages.
+    """Pages per ring of a windowed layer; None if the layer stores whole sequences in ordinary pages: without a window,
+    or if a whole sequence needs no more pages than a ring.
 
-    A ring holds `ring_piece` new tokens and everything that the oldest of them sees, wherever it starts within a page.
-    None without a window, and if whole sequences need no more pages than a ring.
+    A ring holds `ring_piece` new tokens and everything that the oldest of these attends to, wherever that starts within
+    a page.
     """
     if window is None:
         return None
@@ -116,18 +122,20 @@ def touched_pages(tokens: int, page_tokens: int) -> int:
 
 
 def steps_at_once(steps: int, shards: int) -> int:
-    """Decode steps between checks of whether any slot is live on any device; 1 if there is only one device."""
+    """Decode steps between checks whether any slot on any device is still live; 1 if there is only one device."""
     return max(n for n in range(1, STEPS_BETWEEN_LOOKS + 1) if steps % n == 0) if shards > 1 else 1
 
 
 def slot_sizes(rollout: RolloutConfig, shards: int) -> tuple[int, ...]:
-    """Slots of each variant of the decode program, largest first: all, half, a quarter; only all if reproducible."""
+    """Slots of each variant of the decode program, largest first: all, half, a quarter; only the first if
+    `reproducible`.
+    """
     each = rollout.slots // shards
     return tuple(dict.fromkeys(shards * -(-each // part) for part in ((1,) if rollout.reproducible else (1, 2, 4))))
 
 
 def prompt_buckets(rollout: RolloutConfig) -> list[int]:
-    """Lengths that prompts are padded to: 32, 64, ... up to the longest prompt; only one of them if reproducible."""
+    """Lengths that prompts are padded to: 32, 64, ... up to the longest prompt; only one length if `reproducible`."""
     longest, buckets = rollout.prompt_tokens, [SMALLEST_BUCKET]
     while buckets[-1] < longest:
         buckets.append(2 * buckets[-1])

@@ -16,7 +16,7 @@ class Row:
     assumed: float | None = None
     """The value that plans assume; for a kernel, the time of the same computation by XLA. None: unknown."""
     problem: str = ""
-    """What is wrong, and what to do about it; empty if nothing is."""
+    """What is wrong, and what to do about it; empty if there is no problem."""
 
     @property
     def ratio(self) -> float | None:

@@ -1,4 +1,4 @@
-"""Podium's kernels with arguments, each beside the same computation by XLA: for `podium doctor`, and for tests.
+"""Podium's kernels with arguments, each with the same computation by XLA; for `podium doctor` and for tests.
 
 `podium doctor` runs them on its device; tests emulate them on a CPU, in the smallest shapes.
 """

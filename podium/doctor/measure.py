@@ -59,7 +59,7 @@ def bandwidth(subject: Subject) -> Iterator[Row]:
 
 
 def host_link(subject: Subject) -> Iterator[Row]:
-    """Copies between the host's memory and a device."""
+    """Measure copies between host memory and a device."""
     if subject.platform == "cpu":
         yield Row(name="host to device", text="skipped: a CPU's memory is the host's")
         return

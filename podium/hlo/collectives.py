@@ -30,6 +30,8 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
+BETWEEN_SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}[^"]*",_xla_megascale_transfer_type="(\w+)"')
+"""Attribute of a `send`: the slices of a group, and the kind of their collective."""
 Beside = tuple[float, float, float]
 """Work done during a transfer: float32 operations, other operations, and bytes of memory traffic."""
 
@@ -53,8 +55,13 @@ class Transfer:
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """The kind of collective that an instruction is or starts; None for all others, including `-done` instructions."""
+    """The kind of collective that an instruction is or starts; None for all others, including `-done` instructions.
+
+    What TPU slices exchange over the network is a `send` of this kind, by which the host's library does the rest.
+    """
     kind = instruction.opcode.removesuffix("-start")
+    if kind == "send" and (between := BETWEEN_SLICES.search(instruction.attributes)):
+        kind = between[2].lower().replace("_", "-")
     return kind if kind in KINDS else None
 
 
@@ -76,6 +83,10 @@ def transfer(
     def machines(devices: Sequence[int]) -> int:
         return len({device // per_machine for device in devices}) if per_machine else 1
 
+    if between := BETWEEN_SLICES.search(instruction.attributes):  # slices are the mesh's outermost part
+        size, data = len(numbers(between[1])), computation.instructions[instruction.operands[0]].shapes[0]
+        sent = round(data.size * KINDS[kind].sent(size))
+        return Transfer(kind, tuple(mesh)[:1], group=size, sent=sent, overlaps=overlaps, machines=size)
     if kind == "all-reduce" and _only_sliced(instruction, computation):
         kind = "reduce-scatter"
     given = sum(shape.size for name in instruction.operands for shape in computation.instructions[name].shapes)

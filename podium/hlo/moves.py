@@ -30,7 +30,7 @@ Array = tuple[ArrayRef, Shape]
 def moves(module: Module, names: ArrayNames) -> dict[str, str]:
     """Describe what each instruction does that moves at least `LEAST` bytes and computes no product, by its name.
 
-    Left out are kernels, collectives, and copies into a cache of the chip, by which a product reads its operands.
+    Kernels, collectives, and copies into a chip's cache from which a product reads its operands are left out.
     """
     name_of = array_namer(module, names)
     found: dict[str, str] = {}

@@ -31,11 +31,12 @@ from podium.job.cluster import Cluster, check_devices
 from podium.job.job_context import JobContext
 from podium.models.architecture import DecoderConfig
 from podium.models.params import TRAIN_AXES, param_specs
-from podium.sharding import Params, ShardingRules, param_shardings
+from podium.patience import PATIENCE_S
+from podium.sharding import Params, ShardingRules, param_shardings, slice_of
 
 INITIALIZATION_S, HEARTBEAT_S = 120, 30
-SHUTDOWN_S = 300
-"""Seconds that finished processes wait for the last one; process 0 may need a minute to upload its metrics."""
+SHUTDOWN_S = 300 + round(PATIENCE_S)
+"""Seconds that finished processes wait for the last one; process 0 uploads its metrics, and may wait for its bucket."""
 CLEAN_UP_S = 10.0
 """Seconds that a failed process may take to close its files while the others wait for it."""
 LEADER_S = 24 * 3600
@@ -217,7 +218,7 @@ class AgreedStop:
     """
 
     def __init__(self, signals: StopSignal) -> None:
-        """Nothing is requested yet; `signals` are those of this process."""
+        """Start without a requested stop; `signals` are the stop signals of this process."""
         self._signals = signals
         self._agreed: int | None = None
         self._posted: int | None = None
@@ -318,5 +319,9 @@ def _initialize(cluster: Cluster) -> None:
         coordinator_bind_address=cluster.coordinator,
     )
     check_devices(
-        cluster, processes=jax.process_count(), devices=jax.device_count(), local_devices=jax.local_device_count()
+        cluster,
+        processes=jax.process_count(),
+        devices=jax.device_count(),
+        local_devices=jax.local_device_count(),
+        slices=len({slice_of(device) for device in jax.devices()}),
     )

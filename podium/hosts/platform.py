@@ -63,12 +63,13 @@ def this_machine() -> Machine:
 
 
 def _machine(devices: Sequence[Device]) -> Machine:
+    slices = len({slice_of(device) for device in devices})
     return Machine(
         platform=devices[0].platform,
         devices=len(devices),
         hosts=len({device.process_index for device in devices}),
-        slices=len({slice_of(device) for device in devices}),
-        accelerator=recognise(devices[0].device_kind, len(devices)),
+        slices=slices,
+        accelerator=recognise(devices[0].device_kind, len(devices), slices),
         cpu_flags=cpu_flags(),
         capability=capability_of(devices[0]),
     )

@@ -79,7 +79,7 @@ def from_metadata(environ: Mapping[str, str]) -> Cluster | None:
         return None
 
 
-def check_devices(cluster: Cluster, *, processes: int, devices: int, local_devices: int) -> None:
+def check_devices(cluster: Cluster, *, processes: int, devices: int, local_devices: int, slices: int) -> None:
     """Raise ClusterError if jax found other processes or devices than the cluster and its accelerator have."""
     if processes != cluster.workers:
         raise ClusterError(f"jax has {processes} processes and the job has {cluster.workers} workers; start it again")
@@ -90,11 +90,17 @@ def check_devices(cluster: Cluster, *, processes: int, devices: int, local_devic
         )
     if cluster.accelerator is None:
         return
-    expected = find_accelerator(cluster.accelerator).devices_per_host
+    accelerator = find_accelerator(cluster.accelerator)
+    expected = accelerator.devices_per_host
     if local_devices != expected:
         raise ClusterError(
             f"worker {cluster.worker} has {local_devices} devices and a host of {cluster.accelerator} has {expected};"
             " a chip is missing, or another process has it"
+        )
+    if accelerator.platform == "tpu" and slices != accelerator.slices:
+        raise ClusterError(
+            f"jax has {slices} slices and {cluster.accelerator} has {accelerator.slices}; set MEGASCALE_NUM_SLICES,"
+            " MEGASCALE_SLICE_ID and MEGASCALE_COORDINATOR_ADDRESS in all processes, as podium pod k8s does"
         )
 
 

@@ -1,17 +1,17 @@
 """The launch guard: before jax starts, it checks that no worker of the job is missing, duplicated or mismatched.
 
-jax alone waits for minutes for a missing worker without naming it, lets a second copy of a worker kill the healthy job,
-and does not notice different settings or versions. Here the workers connect to worker 0, at the port that jax takes
-afterwards, before anything heavy is imported:
+By itself, jax waits for minutes for a missing worker without naming it, lets a second copy of a worker kill the healthy
+job, and does not notice different settings or versions. In this check, the workers connect to worker 0, at the port
+that jax uses afterwards, before anything slow is imported:
 
     worker k -> worker 0   {"worker": k, "workers": N, "host": ...}      at once
-    worker k -> worker 0   {"identity": {...}}                           when its settings are read
+    worker k -> worker 0   {"identity": {...}}                           once its settings are read
     worker 0 -> worker k   {"file": ...}                                 a file with a nonce, in `runs_dir`
-    worker k -> worker 0   {"nonce": ...}                                as worker k reads it there
+    worker k -> worker 0   {"nonce": ...}                                the nonce that worker k reads in that file
     worker 0 -> worker k   {"problems": [...], "lasting": ...}           no problems: start; at once if worker 0 ends
 
-Every message carries a proof that its sender knows the job's nonce (PODRUN_NONCE, which the launcher draws for each
-attempt), one for worker 0 and another for the others; messages without it are ignored. Standard library only.
+Every message carries a proof that its sender knows the job's nonce (PODRUN_NONCE, which the launcher generates for each
+attempt), one proof for worker 0 and another for the others; messages without it are ignored. Standard library only.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from typing import Any
 
 from podium.files import RunFileError, absolute, in_bucket, write_atomically
 from podium.job.cluster import Cluster, ClusterError
-from podium.job.job_records import exit_status, one_line
+from podium.job.job_records import MISSING, exit_status, one_line
 from podium.job.redact import own_redactor
 
 ARRIVAL_S = 60.0
@@ -35,8 +35,8 @@ ARRIVAL_S = 60.0
 ANSWER_S = 60.0
 """Seconds that a worker may take to read its settings after it arrived."""
 ENDED_S = ARRIVAL_S
-"""Seconds that worker 0, when it ends before the check, waits for the next worker to tell it why: as long as the others
-try to reach it."""
+"""If worker 0 ends before the check, it waits this many seconds for each next worker, to report the reason: as long as
+the others try to reach it."""
 HELLO_S = 2.0
 """Seconds for a new connection to send its first message."""
 SHARED_S = 3.0
@@ -59,6 +59,7 @@ class MissingError(GuardError):
     """A worker is missing, or ended during the check: the same command may succeed."""
 
     kind = "missing"
+    exit_status = MISSING
 
 
 class Guard(contextlib.AbstractContextManager["Guard"]):
@@ -73,8 +74,8 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
     ) -> None:
         """Listen as worker 0, or connect to it.
 
-        `arrival_s`: seconds in which the next worker must arrive. `nonce`: of this attempt. `leader_record`: file in
-        which worker 0, if it has ended, says why, where this host can see it.
+        `arrival_s`: seconds within which the next worker must arrive. `nonce`: the nonce of this attempt.
+        `leader_record`: file in which worker 0 records why it ended, if this host can read it.
         """
         self.cluster = cluster
         self._arrival_s = arrival_s
@@ -107,17 +108,23 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
     def close(self) -> None:
         """Free the port."""
         for connection in filter(None, (self._server, self._leader)):
-            connection.close()  # closing twice does no harm
+            connection.close()  # closing twice is harmless
 
     def _announce(self, error: BaseException) -> None:
-        """Tell the other workers why worker 0 ends before the check, such as an error in its settings."""
+        """Tell the other workers why worker 0 ends before the check, for example because of an error in its
+        settings.
+        """
         assert self._server is not None
         cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ is not None else error
         why = one_line(own_redactor().redact(f"{type(cause).__name__}: {cause}"))
         problem = f"worker 0 ({socket.gethostname()}) has ended: {why}"
         told: set[int] = set()
         patience_s = min(ENDED_S, self._arrival_s)
-        print(f"{problem}; waiting up to {patience_s:g} s for each other worker to say so", file=sys.stderr, flush=True)
+        print(
+            f"{problem}; waiting up to {patience_s:g} s for each other worker, to report this",
+            file=sys.stderr,
+            flush=True,
+        )
         last = time.monotonic()
         while len(told) < self.cluster.workers - 1 and (left_s := last + patience_s - time.monotonic()) > 0:
             peer = _accept(self._server, left_s, self._nonce)
@@ -130,7 +137,7 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
             peer.close_last()
 
     def _follow(self, identity: Mapping[str, str], folder: Path | None) -> tuple[list[str], bool]:
-        """The problems that worker 0 reports, and whether another attempt would have them too."""
+        """The problems that worker 0 reports, and whether another attempt would have the same problems."""
         assert self._leader is not None
         leader = self._leader
         patience_s = ANSWER_S + self._arrival_s * self.cluster.workers
@@ -150,7 +157,9 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
             ], False
 
     def _lead(self, identity: Mapping[str, str], folder: Path | None) -> tuple[list[str], bool]:
-        """Find problems and report them to the other workers; also returns whether they would recur when retried."""
+        """Find problems and report them to the other workers; also returns whether the problems would recur in another
+        attempt.
+        """
         peers, problems, missing = self._meet()
         try:
             if not problems and not missing:
@@ -166,7 +175,9 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
         return [*problems, *missing], bool(problems)
 
     def _meet(self) -> tuple[list["_Peer"], list[str], list[str]]:
-        """Accept workers; returns connections, problems with duplicates or numbers, and a line on missing workers."""
+        """Accept workers; returns their connections, problems with duplicates or worker numbers, and a line about
+        missing workers.
+        """
         assert self._server is not None
         workers = self.cluster.workers
         peers: list[_Peer] = []
@@ -199,7 +210,9 @@ class Guard(contextlib.AbstractContextManager["Guard"]):
         return peers, problems, [missing] if absent else []
 
     def _compare(self, peers: list["_Peer"], ours: Mapping[str, str]) -> tuple[list[str], list[str]]:
-        """The differences between workers and worker 0, and a line for each worker that has ended meanwhile."""
+        """Compare workers with worker 0; returns their differences, and a line for each worker that has ended
+        meanwhile.
+        """
         problems: list[str] = []
         ended: list[str] = []
         for peer in peers:
@@ -226,7 +239,7 @@ class _Peer:
     host = "?"
 
     def __init__(self, connection: socket.socket, nonce: str, *, leads: bool) -> None:
-        """Wrap a connection; `leads` says that worker 0 is at the other end."""
+        """Wrap a connection; `leads`: whether worker 0 is at the other end."""
         self._connection = connection
         self._buffer = b""
         proofs = [hashlib.sha256(f"{nonce} {role}".encode()).hexdigest() for role in ("leader", "follower")]
@@ -240,7 +253,9 @@ class _Peer:
         self._connection.sendall(json.dumps({"proof": self._ours, **message}).encode() + b"\n")
 
     def receive(self, timeout_s: float) -> Message:
-        """Receive the next message. Raises OSError if none comes, ValueError if it does not belong to this job."""
+        """Receive the next message. Raises OSError if none arrives, and ValueError if it does not belong to
+        this job.
+        """
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._buffer:
             self._connection.settimeout(max(0.01, deadline - time.monotonic()))
@@ -257,7 +272,9 @@ class _Peer:
         return message
 
     def close_last(self) -> None:
-        """Close after the other end, or after a second: closing first would keep the port busy for a minute."""
+        """Wait up to a second for the other end to close, then close: closing first would keep the port busy for a
+        minute.
+        """
         self._connection.settimeout(1.0)
         with contextlib.suppress(OSError):
             while self._connection.recv(65536):
@@ -305,7 +322,7 @@ def _leader_ended(record: Path | None) -> str:
 
 
 def _accept(server: socket.socket, timeout_s: float, nonce: str) -> _Peer | None:
-    """Accept the connection of a worker; None if none came in time, or something else connected."""
+    """Accept the connection of a worker; None if no worker connected in time, or something else did."""
     server.settimeout(max(0.01, timeout_s))
     with contextlib.suppress(OSError):
         peer = _Peer(server.accept()[0], nonce, leads=False)
@@ -340,7 +357,7 @@ def _check_shared(peers: list[_Peer], folder: Path) -> list[str]:
 
 
 def _missing_nonce(peer: _Peer, path: Path, nonce: str) -> str | None:
-    """A line that says why a worker does not see the file; None if it does."""
+    """A line about why a worker does not see the file; None if the worker sees it."""
     try:
         reply = peer.receive(ANSWER_S)
     except (OSError, ValueError) as error:

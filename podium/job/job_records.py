@@ -25,13 +25,15 @@ Kind = Literal["exception", "lost", "hang", "guard", "missing", "signal", "stopp
 RECORD = "record.json"
 PROGRESS = "progress.json"
 GUARD = 78
-"""Exit status: workers are missing, duplicated or mismatched."""
+"""Exit status: workers are duplicated or mismatched; another attempt would be too."""
+MISSING = 75
+"""Exit status: a worker is missing, or ended before the start; another attempt may succeed."""
 HANG = 124
 """Exit status: the process was stuck."""
 STOPPED = 143
 """Exit status: the job was stopped, has saved, and can be continued."""
 ABORTED = 134
-"""Exit status: jax aborted the process because another worker was lost."""
+"""Exit status: another worker was lost, whether jax aborted this process or an error said so."""
 PEER_LOST = re.compile(
     r"(?-i:UNAVAILABLE): "
     r"|(?-i:[A-Z][A-Z_]{4,}): .*(Gloo|by peer|heartbeat|coordination (service|agent)|unhealthy|barrier|preempt)",
@@ -136,12 +138,13 @@ class ProgressReport:
     def failed(self, error: BaseException) -> int:
         """Record the exception that ends this process; returns the exit status to end with."""
         status = exit_status(error)
-        if status == GUARD:
+        if status in (GUARD, MISSING):
             self.end(getattr(error, "kind", "guard"), str(error), status)
+        elif getattr(error, "kind", None) == "lost" or PEER_LOST.match(str(error)):
+            status = ABORTED  # so that a cluster can tell it from this process's own failure
+            self.end("lost", f"{type(error).__name__}: {error}", status)
         else:
-            lost = getattr(error, "kind", None) == "lost" or PEER_LOST.match(str(error))
-            kind = "lost" if lost else "exception"
-            self.end(kind, f"{type(error).__name__}: {error}", status)
+            self.end("exception", f"{type(error).__name__}: {error}", status)
         return status
 
 

@@ -173,7 +173,7 @@ def _blocks(call: _Call) -> dict[str, pl.BlockSpec]:
 
 
 def _scores(ids: Visibility, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
-    """Scores [t, t] float32 of block i's queries and block j's keys; MASKED where invisible. `ids` holds references."""
+    """Scores [t, t] float32 of block i's queries and block j's keys; MASKED where invisible. `ids` holds Refs."""
     t = q.shape[0]
     columns = jax.tree.map(lambda x: x[pl.ds(i * t, t)][:, None], ids)
     rows = jax.tree.map(lambda x: x[pl.ds(j * t, t)][None, :], ids)

@@ -15,19 +15,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from podium.config.attention_blocks import CACHE_BLOCK
+from podium.config.attention_blocks import CACHE_BLOCK, GPU_SMALLEST
 
 MASKED = -1e30  # score of an invisible key; finite, so that differences of two are numbers
-SMALLEST = 16  # rows and columns of Triton's smallest product
 PROGRAMS = 256  # programs that keep a GPU busy
 MOST_SPLITS = 8
 WARPS = 4
 STAGES = 2
-
-
-def fits(page_tokens: int, head_dim: int) -> bool:
-    """Whether the kernel supports pages and heads of these sizes: powers of two that Triton can multiply."""
-    return all(size >= SMALLEST and size & (size - 1) == 0 for size in (page_tokens, head_dim))
 
 
 class Token(NamedTuple):
@@ -67,7 +61,7 @@ def paged_attention(
     (R, H, Q), (L, N, K, P, _) = new.q.shape, pages.keys.shape
     G, splits = H // K, min(MOST_SPLITS, math.ceil(PROGRAMS / (R * K)))
     # One array, so that XLA makes it in one kernel. Its rows after the queries give results that are cut off.
-    padded = max(SMALLEST, pl.next_power_of_2(G + 2))
+    padded = max(GPU_SMALLEST, pl.next_power_of_2(G + 2))
     rows = jnp.concatenate([new.q.reshape(R, K, G, Q), new.k[:, :, None], new.v[:, :, None]], axis=2)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, padded - G - 2), (0, 0)))
     stored = pl.BlockSpec((L, N, None, P, Q), lambda r, k, s: (0, 0, k, 0, 0))

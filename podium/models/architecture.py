@@ -35,7 +35,7 @@ class ModelError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Low-rank adapters beside frozen matrices (arXiv:2106.09685): y = xW + scale (xA)B, where A and B are trained."""
+    """Low-rank adapters of frozen matrices (arXiv:2106.09685): y = xW + scale (xA)B, where A and B are trained."""
 
     rank: int
     alpha: float
@@ -87,7 +87,7 @@ class DecoderConfig:
     tied: bool
     """Whether the head is the transposed embedding."""
     scores: Literal["none", "plain", "biased"] = "none"
-    """Whether the head gives one score per token instead of logits, as for critics and reward models; biased: with a
+    """Whether the head gives one score per token instead of logits; biased: with a
     bias."""
     lora: Lora | None = None
     """Adapters that are trained in place of the weights, which are frozen; no part of config.json."""

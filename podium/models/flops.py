@@ -16,7 +16,7 @@ PASSES = 3
 
 
 Window = int | None
-"""Number of keys that a query sees, including its own; None: all before it."""
+"""Number of keys that a query sees, including its own; None for all previous keys."""
 ALL: Collection[Window] = (None,)
 
 

@@ -228,8 +228,10 @@ def choose_layout(
         return Layout(name="replicated", group=1, why="replicated: nothing is known of the speed of these devices")
     best, fits = _fastest(rollout, decoder, machine, sizes, stored=stored, hosts=hosts, host_chips=chips)
     if not fits and hosts > 1:
-        together = machine_of(accelerator, devices, networked=accelerator.slices > 1)
-        wide = [size for size in range(2 * chips, devices + 1, chips) if not _problem(size, decoder, devices)]
+        apart = accelerator.slices == hosts  # each host is a slice, so that groups of several exchange by the network
+        reach = devices if apart else accelerator.devices_per_slice
+        together = machine_of(accelerator, reach, networked=apart)
+        wide = [size for size in range(2 * chips, reach + 1, chips) if not _problem(size, decoder, devices)]
         if together is not None and wide:
             wider, fits = _fastest(rollout, decoder, together, wide, stored=stored, hosts=1, host_chips=chips)
             if fits:

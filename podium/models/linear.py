@@ -123,7 +123,7 @@ def kept(params: dict[str, jax.Array], rules: ShardingRules) -> dict[str, jax.Ar
 
 
 def kept_dtype(dtype: jnp.dtype, rules: ShardingRules) -> jnp.dtype:
-    """The stored number format that `kept` gives for a format."""
+    """The number format in which `kept` stores weights of format `dtype`."""
     return jnp.dtype(jnp.uint16) if rules.on_cpu and dtype == jnp.bfloat16 else jnp.dtype(dtype)
 
 

@@ -21,13 +21,13 @@ class TokenLogprobs(NamedTuple):
 
     logprobs: jax.Array  # [B, T] float32
     entropy: jax.Array  # [B, T] float32, nats
-    divergence: jax.Array | None = None  # [B, T] float32, nats, to a teacher's distribution; None if absent
+    divergence: jax.Array | None = None  # [B, T] float32, nats, to another model's distribution; None if absent
 
 
 class Taught(NamedTuple):
-    """A teacher's hidden states for the same targets, and its head."""
+    """The hidden states of a model to learn from, for the same targets, and its head."""
 
-    hidden: jax.Array  # [B, T, D'], where D' is the teacher's width
+    hidden: jax.Array  # [B, T, D'], where D' is that model's width
     head: jax.Array  # [V, D'], as stored
 
 
@@ -56,9 +56,9 @@ class HeadSettings:
     """False keeps the logits for the backward pass: faster, with [B, T, V] float32 of memory."""
     kind: HeadKind = "chunked"
     """"fused" computes no logits in the forward pass, and in the backward pass the logits' gradient for as many tokens
-    as fit in a chunk's memory; `remat` has no effect then, and there must be no teacher."""
+    as fit in a chunk's memory; `remat` has no effect then, and nothing is compared."""
     reverse: float = 1.0
-    """Share of KL(policy || teacher) in the divergence; the rest is KL(teacher || policy)."""
+    """Share of KL(policy || taught) in the divergence; the rest is KL(taught || policy)."""
 
 
 def token_logprobs(
@@ -75,7 +75,7 @@ def token_logprobs(
         head: [V, D], as stored; its gradient is summed over chunks in its own format, or in float32 for a `Weight`.
         targets: [B, T] int32.
         settings: how they are computed.
-        taught: a teacher whose distributions are compared with those of the policy.
+        taught: a model whose distributions are compared with those of the policy.
     """
     rules = settings.rules
     B, T, _ = hidden.shape
@@ -83,7 +83,7 @@ def token_logprobs(
     columns = max(1, min(T // cuts, settings.chunk * parts // B))  # positions of all rows per chunk
     of_device = functools.partial(_in_chunks, columns=columns, settings=settings)
     if settings.kind == "fused":
-        assert taught is None, "a fused head computes no logits to compare with a teacher's"
+        assert taught is None, "a fused head computes no logits to compare with another model's"
         of_device = functools.partial(_fused, settings=settings)
     if parts * cuts == 1:  # with an extra dimension of 1, XLA on CPU would copy the head to another layout
         return of_device(hidden, head, targets, taught)
@@ -123,7 +123,7 @@ def _copies(head: AnyWeight, rules: ShardingRules) -> AnyWeight:
 def _fused(
     hidden: jax.Array, head: AnyWeight, targets: jax.Array, taught: Taught | None, *, settings: HeadSettings
 ) -> TokenLogprobs:
-    """`token_logprobs` for one device's rows by the kernels, without a teacher; interpreted on CPU."""
+    """`token_logprobs` for one device's rows by the kernels, compared with no other model; interpreted on CPU."""
     rules = settings.rules
     value, sums = (head.value, head.sums) if isinstance(head, Weight) else (head, None)
     options = HeadOptions(

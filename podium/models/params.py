@@ -114,7 +114,7 @@ def param_specs(config: DecoderConfig) -> ParamSpecs:
         one_layer = _side_by_side(one_layer, groups)
         specs |= {place.prefix + name: stacked(spec, len(place.layers)) for name, spec in one_layer.items()}
     specs["final_norm"] = _shifted("final_norm", ParamSpec((D,), (None,), 0.0, 1.0), config.norm_offset)
-    if config.scores != "none":  # near 0, as in OpenRLHF: a new critic does not disturb the first updates
+    if config.scores != "none":  # near 0, as in OpenRLHF: new scores do not disturb the first updates
         specs["score"] = ParamSpec((1, D), (None, "width"), 1 / (D + 1))
         if config.scores == "biased":
             specs["score_bias"] = ParamSpec((1,), (None,), 0.0)

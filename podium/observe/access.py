@@ -1,4 +1,4 @@
-"""Access rules of Podium's servers: on loopback no token is needed, on other addresses one is. No jax."""
+"""Access rules of Podium's servers: clients need a token unless the server listens on loopback. No jax."""
 
 import hmac
 from pathlib import Path
@@ -11,7 +11,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 def check_installed(command: str) -> None:
-    """Raises UsageError if starlette or uvicorn, which come with an extra, are not installed."""
+    """Raise UsageError if starlette or uvicorn, which an extra installs, are missing."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -22,17 +22,17 @@ def check_installed(command: str) -> None:
 
 
 class Address(NamedTuple):
-    """Where a server listens, and the token that its clients need, as the command line says it."""
+    """Where a server listens, and the token that its clients need, as given on the command line."""
 
     host: str
     port: int
     token: str | None = None
     token_file: Path | None = None
-    """A file with the token; it takes precedence."""
+    """A file with the token; takes precedence over `token`."""
 
     @property
     def local(self) -> bool:
-        """Whether it is reached from this machine only."""
+        """Whether the server can be reached from this machine only."""
         return self.host in ("127.0.0.1", "localhost", "::1")
 
     def secret(self) -> str | None:
@@ -40,29 +40,29 @@ class Address(NamedTuple):
         return (self.token or None) if self.token_file is None else _read_token(self.token_file)
 
     def hosts(self, secret: str | None, client: str) -> tuple[str, ...]:
-        """The Host headers that a server here accepts; empty: all. `client` is what messages call its clients.
+        """The Host headers that the server accepts; empty: any. `client` is the word for clients in error messages.
 
-        On loopback only this machine's names are accepted, so that no page of another site can reach the server
-        through DNS rebinding. Raises UsageError for other addresses without a token.
+        On loopback only this machine's names are accepted, so that pages of other sites cannot reach the server through
+        DNS rebinding. Raises UsageError for other addresses without a token.
         """
         if self.local:
             return LOOPBACK
         if secret is None:
             raise UsageError(
-                f"--host {self.host} accepts connections from other machines: give a --token-file too, or leave --host"
-                f" out and use `ssh -L {self.port}:localhost:{self.port}` from where the {client} is"
+                f"--host {self.host} accepts connections from other machines: add --token-file, or leave --host out "
+                f"and use `ssh -L {self.port}:localhost:{self.port}` on the machine of the {client}"
             )
         return ()
 
 
 def knows_host(header: str, hosts: tuple[str, ...]) -> bool:
-    """Whether a Host header, with or without a port, is one of `hosts`; always if there are none."""
+    """Whether a Host header, with or without a port, is one of `hosts`; true if `hosts` is empty."""
     name = header.lower()
     return not hosts or name in hosts or name.rpartition(":")[0] in hosts
 
 
 def is_token(given: str, token: str) -> bool:
-    """Whether a client's token is right; takes the same time wherever they differ."""
+    """Whether a client's token is right, compared in constant time."""
     return hmac.compare_digest(given.encode(), token.encode())
 
 

@@ -1,4 +1,4 @@
-"""Warnings during training: each is printed once, when its metric enters the range in which runs fail."""
+"""Warnings during training. Each is printed once, when its metric enters a range in which runs usually fail."""
 
 import collections
 import math
@@ -11,7 +11,8 @@ from podium.observe.metrics import GAP_METRIC, REWARD, TIMEOUTS, TRUNCATED
 from podium.observe.stats import StepStats
 
 AT_BOUND, WAITED = 5, 0.05
-"""Warn after this many consecutive steps at the staleness bound, if waiting took more than this share of their time."""
+"""Warn after this many consecutive steps at the staleness bound, if waiting took more than this share of the steps'
+time."""
 WINDOW, DISTANCE = 10, 0.1
 """Number of steps whose lengths are compared, and the largest acceptable distance between the distributions."""
 RISE, SMOOTHED = 0.1, 5
@@ -21,8 +22,8 @@ GAP = 0.02
 CURRENT_GAP = "async/logprob_gap_by_age/0"
 """The gap on tokens drawn with the current weights, in a run with carry-over."""
 GAP_FLOAT32, GAP_ROUNDED = 0.01, 0.05
-"""Mean gaps, in nats, far above those of two programs with the same weights: about 1e-6 if both compute in float32, up
-to 0.02 with a narrower format."""
+"""Mean gaps, in nats, above which trainer and sampler must have different weights. With the same weights it is about
+1e-6 if both compute in float32, up to 0.02 with a narrower format."""
 SOLVED = 0.9
 """Mean reward above which equal rewards, short answers and low entropy are signs of success, not of failure."""
 MOSTLY_CUT = 0.25
@@ -43,18 +44,18 @@ class RewardAlarm:
             return []
         self._said = True
         cut = metrics[TRUNCATED]
-        advice = "take easier questions, a reward with more levels, or a larger group_size"
+        advice = "choose easier questions, a reward with more levels, or a larger group_size"
         if late := metrics[TIMEOUTS]:
             advice = f"the rewards of {late:g} completions took too long and count as 0: make them faster, or {advice}"
         elif cut > MOSTLY_CUT:
             advice = f"{cut:.0%} hit rollout.max_new_tokens ({self._config.max_new_tokens}): raise it, or {advice}"
-        return [f"all groups earned the same (mean reward {reward:.2f}): nothing was learned; {advice}"]
+        return [f"all groups earned the same (mean reward {reward:.2f}), so nothing was learned; {advice}"]
 
 
 def gap_limit(update_dtype: str, rollout_dtype: str, weights: str = "dtype") -> float:
-    """The largest mean gap between trainer and sampler, in nats, that these number formats may explain.
+    """The largest mean gap between trainer and sampler, in nats, that these number formats can explain.
 
-    With rounded `weights` of the rollout, the largest that is acceptable.
+    With rounded rollout `weights`, the largest acceptable gap.
     """
     if weights != "dtype":
         return GAP
@@ -62,15 +63,19 @@ def gap_limit(update_dtype: str, rollout_dtype: str, weights: str = "dtype") -> 
 
 
 def milder_weights(weights: str) -> str:
-    """Values of `rollout.weights` that change the policy less than this one, in words."""
+    """In words, the values of `rollout.weights` that change the policy less than `weights`."""
     return "int8, which leaves activations as they are, or to dtype" if weights == "w8a8" else "dtype"
 
 
 class GapAlarm:
-    """Says once that trainer and sampler differ more than rounding explains: their weights are not the same."""
+    """Warns once if trainer and sampler differ by more than rounding explains, so that their weights cannot be the
+    same.
+    """
 
     def __init__(self, config: RolloutConfig, *, update_dtype: str, rollout_dtype: str) -> None:
-        """Formats as resolved; silent with carry-over, where old weights differ rightly and `CarryAlarms` looks."""
+        """The number formats must be resolved. Silent with carry-over, where weights differ legitimately and
+        `CarryAlarms` checks instead.
+        """
         self._carries = config.in_flight > 1
         self._formats = f"update {update_dtype}, rollout {rollout_dtype}"
         self._weights = config.weights
@@ -88,10 +93,10 @@ class GapAlarm:
             milder = milder_weights(self._weights)
             return [f"{GAP_METRIC} is {gap:.3g} nat, above {self._limit:g}: {rule}; set it to {milder}"]
         return [
-            f"{GAP_METRIC} is {gap:.3g} nat, and the number formats ({self._formats}) explain at most {self._limit:g}:"
-            " completions are drawn with other weights than those that are trained, and what is learned may be wrong;"
-            " on several hosts check that all have the same model; else set rollout.dtype and train.dtype to float32,"
-            " and report it if it stays"
+            f"{GAP_METRIC} is {gap:.3g} nat, and the number formats ({self._formats}) explain at most "
+            f"{self._limit:g}: completions are sampled with other weights than are trained, and training may go "
+            "wrong; on several hosts check that all have the same model; otherwise set rollout.dtype and train.dtype "
+            "to float32, and report a bug if the gap stays"
         ]
 
 
@@ -109,14 +114,13 @@ def check_gap(config: RolloutConfig, step: int, metrics: Mapping[str, float]) ->
     if config.weights != "dtype":
         way_out = f"set rollout.weights to {milder_weights(config.weights)}"
     raise SamplerGapError(
-        f"{name} of step {step} is {gap:.3g} nat, and rollout.max_logprob_gap is {limit:g}: completions are drawn by a"
-        f" policy too far from the trained one; {way_out}, or raise the limit; the run continues from its last"
-        " checkpoint"
+        f"{name} of step {step} is {gap:.3g} nat, above rollout.max_logprob_gap {limit:g}: the policy that samples is "
+        f"too far from the trained one; {way_out}, or raise the limit; the run continues from its last checkpoint"
     )
 
 
 class CarryAlarms:
-    """Checks every step of a run with carry-over; silent in other runs."""
+    """Warnings about runs with carry-over; silent in other runs."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
@@ -130,7 +134,7 @@ class CarryAlarms:
         if stats.carried is None:
             return []
         at_bound = metrics["async/staleness/max"] >= self._config.max_staleness
-        self._bound.append((at_bound, stats.rolled.waited_s / stats.step_s))
+        self._bound.append((at_bound, stats.rolled.waited_s / stats.seconds.step_s))
         self._lengths.append((stats.completions.completion_tokens.tolist(), stats.rolled.drawn_lengths))
         self._cut.append(metrics[TRUNCATED])
         found = [each for each in self._found(metrics) if each[0] not in self._said]
@@ -151,9 +155,9 @@ class CarryAlarms:
         if (distance := self._distance()) is not None:
             yield (
                 "lengths",
-                f"over {WINDOW} steps the lengths of what is trained on are {distance:.2f} (Kolmogorov, Smirnov) from"
-                " those of what was drawn: they change faster than they are trained on; lower rollout.in_flight"
-                f" {rollout.in_flight:g}",
+                f"over {WINDOW} steps, the lengths of trained completions differ by {distance:.2f} "
+                "(Kolmogorov-Smirnov) from those of sampled completions: lengths change faster than they are trained "
+                f"on; lower rollout.in_flight {rollout.in_flight:g}",
             )
         if len(self._cut) == WINDOW + SMOOTHED:
             values = list(self._cut)
@@ -169,20 +173,22 @@ class CarryAlarms:
         if gap > GAP:
             yield (
                 "gap",
-                f"sampler and trainer differ by {gap:.3f} nat on tokens of the same weights: rounding, not drift; set"
-                " rollout.dtype and train.dtype to the same, or float32",
+                f"sampler and trainer differ by {gap:.3f} nat on tokens of the same weights, so the cause is "
+                "rounding, not staleness; set rollout.dtype and train.dtype to the same format, or float32",
             )
 
         if changed := int(metrics.get("env/changed", 0)):
             yield (
                 "changed",
-                f"the environments of {changed} conversations answered otherwise when they were opened again; the"
-                " conversations began again. An environment must depend on nothing but its prompt, its seed and the"
-                " answers",
+                f"the environments of {changed} conversations answered differently when they were opened again, so "
+                "these conversations were restarted. An environment must depend only on its prompt, its seed and the "
+                "answers",
             )
 
     def _distance(self) -> float | None:
-        """Distance between the lengths of the last WINDOW steps; None unless too large, and significant at 1 %."""
+        """Distance between the lengths of the last WINDOW steps; None unless the distance is too large and significant
+        at 1 %.
+        """
         if len(self._lengths) < WINDOW:
             return None
         trained, drawn = ([length for part in side for length in part] for side in zip(*self._lengths, strict=True))

@@ -1,15 +1,16 @@
 """Stores a run in a bucket: `runs_dir: gs://BUCKET/FOLDER`, or s3://.
 
 An object can only be replaced as a whole, but a run's records grow line by line. So they are written to a local folder
-and copied to the bucket, regularly and always before a checkpoint is saved: a process that resumes the run from the
+and copied to the bucket, regularly and always before a checkpoint is complete: a process that resumes the run from the
 bucket finds records at least up to that checkpoint. Checkpoints are written to the bucket by orbax directly.
 
-    ~/.cache/podium/runs/BUCKET/FOLDER/NAME     the records, as every run has them
+    ~/.cache/podium/runs/BUCKET/FOLDER/NAME the run's records
     gs://BUCKET/FOLDER/NAME/                    the same files, and checkpoints/
     gs://BUCKET/FOLDER/NAME/run.lease           which process trains the run, and when it last renewed
 
-A bucket has no locks. The training process renews its lease; a process that finds another's lease waits, and takes it
-over after `LEASE_S` seconds without renewal. Needs the extra `gcs` or `s3`.
+If the bucket cannot be reached, requests wait (`podium.buckets`). Buckets have no locks. The training process renews
+its lease; a process that finds another's lease waits, and takes it over after `LEASE_S` seconds without renewal. Needs
+the extra `gcs` or `s3`.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from podium.files import RunFileError, user_cache
+from podium.patience import fault_of, way_out
 
 LEASE = "run.lease"
 LEASE_S, RENEW_S = 60.0, 15.0
@@ -45,7 +47,7 @@ class Mirror:
     """Mirrors the local records of a run to its bucket, and holds the run's lease until `close`."""
 
     def __init__(self, folder: Path, bucket: Path) -> None:
-        """Take the lease, and replace the local folder's content by the bucket's.
+        """Take the lease, and replace the local folder's content with the bucket's.
 
         Raises:
             RunFileError: the bucket is unusable, or another process trains this run.
@@ -66,7 +68,8 @@ class Mirror:
         """Copy changed records to the bucket. Raises RunFileError if that fails or another process holds the lease."""
         if self._lost:
             raise RunFileError(
-                f"{self.bucket} is now written by {self._lost}: this process did not renew its lease in time"
+                f"another process has taken over {self.bucket} ({self._lost}): this process did not renew its lease "
+                "in time"
             )
         with self._pushing, self._as_run_file_errors():
             for path in sorted(self.folder.rglob("*")):
@@ -83,16 +86,16 @@ class Mirror:
         if self._closed.is_set():
             return
         self._closed.set()
-        self._thread.join(LEASE_S)  # a request to the bucket may hang; the lease then expires by itself
+        self._thread.join(LEASE_S)  # a request to the bucket may hang; the lease then expires
         try:
             self.push()
         finally:
             if not self._lost:
-                with contextlib.suppress(Exception):  # the lease expires by itself
+                with contextlib.suppress(Exception):  # the lease then expires
                     (self.bucket / LEASE).unlink()
 
     def _fetch(self) -> None:
-        """Replace local records, perhaps of an earlier run, by those in the bucket."""
+        """Replace local records, which may be an earlier run's, with those in the bucket."""
         theirs = copy_records(self.bucket, self.folder)
         for path in self.folder.iterdir():
             if path.is_file() and path.name not in theirs.union(NOT_COPIED):
@@ -116,14 +119,18 @@ class Mirror:
             raise RunFileError(f"{self.bucket} is in use by {now and now['owner']}; set another name")
 
     def _ended(self, lease: Lease) -> bool:
-        """Whether the owner has certainly ended: its process on this host is gone, or it was silent for an hour."""
+        """Whether the owner has certainly ended: its process on this host no longer exists, or it did not renew the
+        lease for an hour.
+        """
         process, host = lease["owner"].split(" on host ")
         here = host == socket.gethostname()
         gone = here and not Path("/proc", process.removeprefix("process ")).exists()
         return gone or time.time() - lease["time"] > 60 * LEASE_S
 
     def _lease(self) -> Lease | None:
-        """The lease in the bucket, None if there is none. Its owner may replace it while it is read: S3 says EBUSY."""
+        """Read the lease in the bucket; None if absent. Retries if its owner replaces it meanwhile, which S3 reports as
+        EBUSY.
+        """
         for _ in range(LEASE_READS):
             try:
                 return json.loads((self.bucket / LEASE).read_text())
@@ -149,7 +156,7 @@ class Mirror:
 
     @contextlib.contextmanager
     def _as_run_file_errors(self) -> Iterator[None]:
-        """Bucket libraries raise many exception types: translate them into RunFileError."""
+        """Translate the many exception types of bucket libraries into RunFileError."""
         extra = "s3" if str(self.bucket).startswith("s3://") else "gcs"
         try:
             yield
@@ -159,10 +166,10 @@ class Mirror:
             raise RunFileError(f"{self.bucket}: {error}; pip install 'podium-rl[{extra}]', or set runs_dir") from error
         except Exception as error:
             reason = (str(error).splitlines() or [""])[0]
-            login = "aws configure, or AWS_ACCESS_KEY_ID" if extra == "s3" else "gcloud auth application-default login"
+            fault = fault_of(error)
+            advice = way_out("denied" if fault == "other" else fault, str(self.bucket)[:2])
             raise RunFileError(
-                f"{self.bucket} cannot be used ({type(error).__name__}: {reason}); check the bucket's name and your"
-                f" access to it ({login}), or set runs_dir"
+                f"{self.bucket} cannot be used ({type(error).__name__}: {reason}); {advice}, or set runs_dir"
             ) from error
 
 

@@ -14,28 +14,28 @@ from podium.observe.text import clock
 
 
 class Base(Protocol):
-    """The model that a run began with."""
+    """The model that a run started from."""
 
     @property
     def hub_id(self) -> str | None:
-        """Its name on the hub."""
+        """The model's name on the hub; None if it is not there."""
         ...
 
     @property
     def same_weights(self) -> bool:
-        """Whether the hub's weights are those that the run began with; otherwise these were made from them."""
+        """Whether the run started from the hub's weights as they are; otherwise from weights derived from them."""
         ...
 
     @property
     def license(self) -> str | None:
-        """The hub's short name of its licence."""
+        """The hub's short name of the model's licence; None if unknown."""
         ...
 
 
 def model_card(folder: Path, config: Config, *, step: int, adapter: bool, base: Base) -> str:
     """The README.md for a run's weights after `step` steps, with front matter for the hub.
 
-    `adapter`: whether the weights are LoRA's, which PEFT adds to the base model.
+    `adapter`: whether the weights are a LoRA adapter, which PEFT adds to the base model.
     """
     summary, history = make_summary(folder), read_history(folder)
     recipe = config.algorithm.recipe.rpartition(":")[2]
@@ -61,7 +61,7 @@ def model_card(folder: Path, config: Config, *, step: int, adapter: bool, base: 
             "",
             *table,
             "",
-            "Answers are greedy where `eval.greedy` is on, else sampled; questions too long to ask count as wrong.",
+            "Answers are greedy if `eval.greedy` is on, otherwise sampled; questions that are too long count as wrong.",
             "",
             "## Settings that are not defaults",
             "",
@@ -86,9 +86,9 @@ def _front_matter(recipe: str, *, adapter: bool, base: Base) -> dict[str, object
 
 
 def _snippet(*, adapter: bool, base: str | None) -> list[str]:
-    """Python that loads the weights and asks a question; THIS is the folder or the repository of the card.
+    """Python that loads the weights and asks a question; `THIS` in the code is the folder or repository of the card.
 
-    `base`: the base model's hub id; None: the hub does not have its weights.
+    `base`: the base model's hub id; None if its weights are not on the hub.
     """
     this = 'THIS = "..."  # the folder with this file, or its repository on the hub'
     question = 'messages = [{"role": "user", "content": "What is 3 + 4?"}]'
@@ -98,7 +98,7 @@ def _snippet(*, adapter: bool, base: str | None) -> list[str]:
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
             this,
-            f'BASE = "{base}"' if base else 'BASE = "..."  # the model that the adapter was trained beside',
+            f'BASE = "{base}"' if base else 'BASE = "..." # the model that the adapter was trained on',
             "model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), THIS)",
             "tokenizer = AutoTokenizer.from_pretrained(BASE)",
         ]

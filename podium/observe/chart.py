@@ -15,9 +15,9 @@ LABEL_WIDTH = 6
 def reward_curve(
     rewards: Sequence[Point], accuracies: Sequence[Point] = (), *, width: int = 72, height: int = 8
 ) -> Text:
-    """Draw the chart: bars are rewards (at least one), marks are accuracies, on one axis at the left.
+    """Draw the chart: bars are rewards (at least one), marks are accuracies, with one vertical axis at the left.
 
-    It has `width` columns, including the axis, and `height` rows of bars; the step axis takes two more rows.
+    The chart has `width` columns, including the axis, and `height` rows of bars; the step axis takes two more rows.
     """
     columns = max(1, width - LABEL_WIDTH - 1)
     last = max(step for step, _ in [*rewards, *accuracies])
@@ -44,7 +44,7 @@ def reward_curve(
 
 
 def value_range(values: Sequence[float]) -> tuple[float, float]:
-    """The ends of an axis that includes 0 and all values: 0 to 1 if they fit, otherwise as wide as needed."""
+    """The ends of an axis that includes 0 and all values: 0 to 1 if all values fit, otherwise as wide as needed."""
     low, high = min(0.0, *values), max(0.0, *values)
     return low, 1.0 if low == 0 and high <= 1 else high
 
@@ -65,7 +65,7 @@ def _columns(points: Sequence[Point], columns: int, last: int) -> list[float | N
 
 
 def _cell(value: float | None, row: int, low: float, high: float, height: int) -> str:
-    """The character of a bar in one row: full, empty, or its top in eighths of a cell."""
+    """The character of a bar in one row: full, empty, or partly filled in eighths."""
     if value is None:
         return " "
     eighths = round((value - low) / (high - low) * height * 8)

@@ -10,29 +10,29 @@ else:
     H11Protocol = object
 
 HEAD_S = 10.0
-"""Seconds in which the head of a request must arrive, from the connection or from the last answer on."""
+"""Seconds within which the head of a request must arrive, counted from the connection or the previous answer."""
 UNREAD_S = 60.0
-"""Seconds in which a client must read some of an answer that waits for it."""
+"""Seconds within which a client must read some of the answer that is waiting for it."""
 REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nConnection: close\r\nContent-Type: text/plain\r\n"
     b"Content-Length: 20\r\n\r\ntoo many connections"
 )
-"""The answer to a connection for which there is no room."""
+"""The answer to a connection beyond the limit."""
 
 
 class Connection(H11Protocol):
-    """A connection that is closed if its client takes too long; a base class beside uvicorn's H11Protocol."""
+    """A connection that is closed if its client takes too long; a mixin for uvicorn's H11Protocol."""
 
     def __init__(self, silent: "dict[Connection, None]", most: int, *arguments: object, **named: object) -> None:
-        """`silent` are all connections without a request in progress, oldest first."""
+        """`silent` are all connections without a request in progress, longest silent first."""
         super().__init__(*arguments, **named)  # pyright: ignore[reportArgumentType]
         self._silent, self._most = silent, most
         self._patience: asyncio.TimerHandle | None = None
         self._left = 0
-        """Bytes that the client had not read when the timer was set."""
+        """Unread bytes when the timer was started."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Wait for a request; where there are too many connections, the one that was silent longest is closed."""
+        """Wait for a request. If there are too many connections, the longest silent one is closed."""
         super().connection_made(transport)
         self._be_silent()
         oldest = next(iter(self._silent))
@@ -46,12 +46,12 @@ class Connection(H11Protocol):
         oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
+        """Stop timing the connection."""
         self._be_busy()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read; a whole head begins a request."""
+        """Process received bytes; a request begins once its head is complete."""
         super().data_received(data)
         if self._asked():
             self._be_busy()
@@ -63,12 +63,12 @@ class Connection(H11Protocol):
             self._be_silent()
 
     def pause_writing(self) -> None:
-        """Close the connection if its client does not go on reading."""
+        """Start a timer that closes the connection if the client does not continue reading."""
         super().pause_writing()
         self._wait(UNREAD_S, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """The client reads on."""
+        """Cancel the timer, because the client continues reading."""
         super().resume_writing()
         if self not in self._silent:
             self._stop_waiting()
@@ -87,7 +87,7 @@ class Connection(H11Protocol):
         self._stop_waiting()
 
     def _too_late(self) -> None:
-        if self._left and self.transport.get_write_buffer_size() < self._left:  # it reads the last answer still
+        if self._left and self.transport.get_write_buffer_size() < self._left:  # the client is still reading
             self._be_silent()
         else:
             self.transport.abort()

@@ -29,7 +29,7 @@ class Frame(NamedTuple):
         return f'viewBox="0 0 {self.width} {self.height}" width="{self.width}" height="{self.height}"'
 
     def place(self, across: float, up: float) -> tuple[float, float]:
-        """Where these shares of the way across and up are."""
+        """The pixel position at these fractions of the plot's width and height."""
         return (
             self.left + across * (self.width - self.left - self.right),
             self.height - self.bottom - up * (self.height - self.top - self.bottom),
@@ -97,7 +97,7 @@ def curve_svg(title: str, rewards: Sequence[Point], accuracies: Sequence[Point])
 
 
 def small_curve(rewards: Sequence[float]) -> str:
-    """The rewards as an SVG line without axes, for a table; empty for fewer than two steps."""
+    """The rewards as an SVG line without axes, for a table; an empty text for fewer than two steps."""
     means = bucket_means(rewards, SMALL_POINTS)
     if len(means) < 2:
         return ""
@@ -110,7 +110,7 @@ def small_curve(rewards: Sequence[float]) -> str:
 
 
 def card(headline: str, label: str, style: str) -> list[str]:
-    """The beginning of an SVG: its frame and headline; `label` is what it shows, for those who cannot see it."""
+    """The beginning of an SVG: its frame and headline; `label` describes the picture for screen readers."""
     return [
         f'<svg xmlns="http://www.w3.org/2000/svg" {CARD.size} role="img" aria-label="{html.escape(label)}">',
         f"<style>{style}</style>",
@@ -148,7 +148,9 @@ def _legend(*, with_accuracy: bool) -> list[str]:
 
 
 def grid(low: float, high: float, last: int, *, unit: str) -> list[str]:
-    """Lines and numbers from `low` to `high` up the card, and numbers of `unit` from 0 to `last` along it."""
+    """Grid lines and labels from `low` to `high` on the vertical axis, and labels in `unit` from 0 to `last` on the
+    horizontal axis.
+    """
     lines = []
     for i in range(5):
         (_, y), value = CARD.place(0, i / 4), low + i / 4 * (high - low)
@@ -162,7 +164,7 @@ def grid(low: float, high: float, last: int, *, unit: str) -> list[str]:
 
 
 def _ticks(last: int) -> list[int]:
-    """About five round steps from 0 to the last one."""
+    """About five round step numbers from 0 to the last one."""
     magnitude = 10 ** max(0, len(str(last)) - 1)
     candidates = [max(1, magnitude * factor // 10) for factor in (1, 2, 5, 10, 20, 50)]
     width = next(candidate for candidate in candidates if last / candidate <= 6)
@@ -170,7 +172,7 @@ def _ticks(last: int) -> list[int]:
 
 
 def _value(x: float, y: float, value: float) -> str:
-    """The value beside a mark."""
+    """The label with the value next to a mark."""
     above = y - 14 if y > CARD.top + 14 else y + 24
     anchor, shift = "middle", 0
     if x < CARD.left + 20:
@@ -187,5 +189,5 @@ def _diamond(x: float, y: float) -> str:
 
 
 def points_of(corners: Sequence[tuple[float, float]]) -> str:
-    """The `points` of a line or polygon."""
+    """The attribute `points` of an SVG line or polygon."""
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)

@@ -1,4 +1,4 @@
-"""A run's metrics over its steps, gathered line by line, and an answer before and after training."""
+"""A run's metrics over its steps, collected line by line, and a question answered before and after training."""
 
 import bisect
 import dataclasses
@@ -16,7 +16,7 @@ Point = tuple[int, float]
 
 @dataclasses.dataclass
 class Series:
-    """The values of one metric, with their steps, in order of steps."""
+    """The values of one metric, with their steps, in ascending order of steps."""
 
     steps: list[int] = dataclasses.field(default_factory=list[int])
     values: list[float] = dataclasses.field(default_factory=list[float])
@@ -27,7 +27,7 @@ class Series:
         return list(zip(self.steps, self.values, strict=True))
 
     def put(self, step: int, value: float) -> None:
-        """Set the value of a step; a later one replaces it."""
+        """Set the value of a step; a later call for the same step replaces it."""
         at = bisect.bisect_left(self.steps, step)
         known = at < len(self.steps) and self.steps[at] == step
         self.steps[at : at + known] = [step]
@@ -38,11 +38,11 @@ class History(Mapping[str, Series]):
     """The metrics of a run by name, in order of first appearance; values that are not finite are left out."""
 
     def __init__(self, names: Container[str] | None = None) -> None:
-        """Know nothing yet; of the lines to come, keep the metrics with these `names`, or all."""
+        """Start empty; `add` keeps the metrics with these `names`, or all if None."""
         self._names = names
         self._series: dict[str, Series] = {}
         self.steps = 0
-        """The last step with a line."""
+        """The last step of any line."""
 
     def add(self, line: Mapping[str, object]) -> None:
         """Add a line of metrics.jsonl; if a step was written twice, the last line counts."""
@@ -57,15 +57,15 @@ class History(Mapping[str, Series]):
                 self._series.setdefault(name, Series()).put(step, value)
 
     def points(self, name: str) -> list[Point]:
-        """Each step that has the metric, with its value; empty for a metric that the run does not have."""
+        """Each step that has the metric, with its value; empty if the run does not have the metric."""
         return self[name].points if name in self else []
 
     def last(self, name: str) -> float | None:
-        """The newest value of a metric; None for a metric that the run does not have."""
+        """The newest value of a metric; None if the run does not have the metric."""
         return self[name].values[-1] if name in self else None
 
     def total(self, name: str) -> float | None:
-        """The sum of a metric over all steps; None for a metric that the run does not have."""
+        """The sum of a metric over all steps; None if the run does not have the metric."""
         return sum(self[name].values) if name in self else None
 
     def __getitem__(self, name: str) -> Series:

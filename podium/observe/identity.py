@@ -1,10 +1,10 @@
 """Which run a folder is, and which version of Podium wrote it.
 
     run.json         the run's id, and the version that last trained it
-    identity.json    the same id, beside the checkpoints that repeat it (podium.train.checkpoints.step_files)
+    identity.json    the same id, next to the checkpoints that repeat it (podium.train.checkpoints.step_files)
 
-The id is there twice so that another run's checkpoints, copied here with their identity.json, are not taken for this
-run's. Imports no jax.
+The id is stored twice so that another run's checkpoints, copied here with their identity.json, are not mistaken for
+this run's. Imports no jax.
 """
 
 import json
@@ -21,43 +21,43 @@ SUMMARY = "summary.json"
 
 
 class RunRecord(TypedDict):
-    """The content of run.json."""
+    """The contents of run.json."""
 
     run: str
     """The run's id."""
     podium: str
-    """The version that last trained the run."""
+    """The version of Podium that last trained the run."""
 
 
 def stored_id(path: Path) -> str | None:
-    """The run's id in run.json or identity.json; None if there is no such file, or if it cannot be read."""
+    """The run's id in run.json or identity.json; None if the file does not exist or cannot be read."""
     found = _read(path).get("run")
     return found if isinstance(found, str) else None
 
 
 def claim(folder: Path, home: Path) -> None:
-    """Write run.json: the folder is that of its run, and this version trains it.
+    """Write run.json, which records the run's id and this version of Podium.
 
     Args:
         folder: the local folder of the run's records.
-        home: the run's folder with its checkpoints; the same unless it is in a bucket.
+        home: the run's folder with its checkpoints; the same folder unless the run is in a bucket.
 
     Raises:
-        RunFileError: identity.json is of another run, or run.json cannot be written.
+        RunFileError: identity.json belongs to another run, or run.json cannot be written.
     """
     own, theirs = stored_id(folder / RUN), stored_id(home / IDENTITY)
     if own is not None and theirs is not None and own != theirs:
         raise RunFileError(
-            f"{home} is the folder of run {own} ({RUN}), and {IDENTITY} there is of run {theirs}, so its checkpoints"
-            f" may be of that run too: put back this run's own {IDENTITY} and checkpoints; to go on from the other's"
-            " weights, begin a run with another name and --from the folder of that run"
+            f"{home} is the folder of run {own} ({RUN}), and {IDENTITY} in it belongs to run {theirs}, so the "
+            f"checkpoints may be of that run too: put back this run's own {IDENTITY} and checkpoints; to continue "
+            "from the other run's weights, start a run with another name and --from the folder of that run"
         )
     record: RunRecord = {"run": own or theirs or uuid.uuid4().hex, "podium": __version__}
     write_atomically(folder / RUN, to_json(record) + "\n")
 
 
 def writer(folder: Path) -> str | None:
-    """The version of Podium that last trained the run in a folder; None if it did not record that."""
+    """The version of Podium that last trained the run in a folder; None if it is not recorded."""
     found = _read(folder / RUN).get("podium")
     if isinstance(found, str):
         return found
@@ -69,7 +69,7 @@ def writer(folder: Path) -> str | None:
 
 
 def versions_line(folder: Path) -> str:
-    """A sentence that says which version of Podium wrote a run and which this is; for runs that it cannot read."""
+    """A sentence about which version of Podium wrote a run and which one is running; for runs that cannot be read."""
     found = writer(folder)
     if found is None:
         return f"the version of Podium that wrote it is not recorded, and this is {__version__}"
@@ -79,12 +79,14 @@ def versions_line(folder: Path) -> str:
 
 
 def other_version(folder: Path) -> str | None:
-    """A line that says that another version last trained the run in a folder; None if it was this one."""
+    """A line for the user if another version last trained the run in a folder; None if this version did."""
     found = writer(folder)
     if found == __version__:
         return None
     by = "a version of Podium that did not record which" if found is None else f"Podium {found}"
-    return f"this run was last trained by {by}, and continues with {__version__}: it may not be bit for bit the same"
+    return (
+        f"this run was last trained by {by}, and continues with {__version__}: results may not be bit-for-bit the same"
+    )
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -1,6 +1,6 @@
-"""Listens for Podium's servers, so that no client can hold one, and ends them without breaking answers. No jax.
+"""Runs Podium's servers such that no client can block them, and shuts them down without cutting answers. No jax.
 
-The port is taken first, before anything slow. A client has a limited time for the head of a request and for reading its
+The port is bound first, before anything slow. A client has a limited time for the head of a request and for reading its
 answer; when there are too many connections, idle ones are closed to make room. On shutdown, a server tells its clients
 before it closes their connections.
 """
@@ -21,21 +21,21 @@ if TYPE_CHECKING:  # an extra
 
 MAX_CONNECTIONS = 2048
 KEPT_FILES = 128
-"""Open files that are not connections, of those that the process may have."""
+"""Open files to reserve for purposes other than connections."""
 ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT)
-"""Errors of an address, or a kind of address, that this machine does not have."""
+"""Error numbers for an address, or a kind of address, that this machine does not have."""
 LINGER_S = 2
-"""Seconds after shutdown in which answers must be sent, before their connections are closed."""
+"""Seconds on shutdown within which remaining answers must be sent before connections are closed."""
 Ending = Callable[[Callable[[], bool]], Awaitable[None]]
 """Called on shutdown, before the server stops accepting connections. Its argument returns whether the user has pressed
 Ctrl-C again, after which it must not wait."""
 
 
 def take_port(host: str, port: int) -> list[socket.socket]:
-    """Sockets bound to an address and listening, so that no other process can take the address.
+    """Bind sockets to an address and listen, so that no other process can take the address.
 
     If a name has several addresses, those that this machine lacks, such as `::1` in containers without IPv6, are left
-    out. Raises UsageError if the address is in use, is not this machine's, or may not be used.
+    out. Raises UsageError if the address is in use, not this machine's, or not permitted.
     """
     taken: list[socket.socket] = []
     absent: OSError | None = None
@@ -55,14 +55,14 @@ def take_port(host: str, port: int) -> list[socket.socket]:
             each.close()
         if error.errno == errno.EADDRINUSE:
             raise UsageError(
-                f"--port {port}: another process listens there already; give another --port, or end that process"
+                f"--port {port}: another process already uses it; give another --port, or end that process"
             ) from None
         raise UsageError(f"--host {host} --port {port}: cannot listen there ({error.strerror or error})") from None
     return taken
 
 
 def _listener(family: int, kind: int, protocol: int, address: tuple[object, ...]) -> socket.socket:
-    """A socket that listens at an address. Raises OSError."""
+    """A socket that listens at an address. Raises OSError if the address cannot be used."""
     made = socket.socket(family, kind, protocol)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -79,14 +79,14 @@ def _listener(family: int, kind: int, protocol: int, address: tuple[object, ...]
 def run(
     app: "ASGIApp", sockets: list[socket.socket], *, ready: Callable[[], None], ending: Ending | None = None
 ) -> None:
-    """Serve until a signal. `ready` is called once clients are answered; `ending` after the signal."""
+    """Serve until a signal. `ready` is called once the server answers clients, and `ending` after the signal."""
     make_server(app, ready=ready, ending=ending).run(sockets=sockets)
 
 
 def make_server(app: "ASGIApp", *, ready: Callable[[], None], ending: Ending | None = None) -> "uvicorn.Server":
-    """The server that `run` runs."""
+    """Make the server that `run` starts."""
     import uvicorn
-    from uvicorn.protocols.http.h11_impl import H11Protocol  # it bounds the size of a head; httptools does not
+    from uvicorn.protocols.http.h11_impl import H11Protocol  # limits the size of a head, unlike httptools
 
     class Client(Connection, H11Protocol):
         pass
@@ -113,7 +113,7 @@ def make_server(app: "ASGIApp", *, ready: Callable[[], None], ending: Ending | N
 
 
 def most_connections() -> int:
-    """MAX_CONNECTIONS, or as many as this process may have open files; raises that limit where it can."""
+    """MAX_CONNECTIONS, or fewer if this process may not open that many files; first raises that limit if possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + KEPT_FILES
     unlimited = resource.RLIM_INFINITY

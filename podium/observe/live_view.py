@@ -22,7 +22,7 @@ from podium.terminal import harmless
 PHASES = ("rollout", "reward", "score", "update", "sync")
 """Phases whose duration in the last step is shown (`time/train/<phase>_s`)."""
 SIDE_BY_SIDE = 120
-"""Terminal width, in columns, from which the sample is shown beside the numbers instead of below them."""
+"""Terminal width, in columns, from which the sample is shown next to the numbers instead of below them."""
 LINE_S = 30.0
 """Seconds between two plain lines during a long phase."""
 
@@ -38,14 +38,16 @@ class Progress:
     """Shows a run inside a `with` block, and restores the terminal afterwards."""
 
     def __init__(self, run_name: str, steps: int, console: Console | None = None, *, first_step: int = 0):
-        """Show nothing yet; `first_step` is the number of steps done by earlier processes. Default console: stderr."""
+        """Does not show anything yet. `first_step` is the number of steps done by earlier processes. The default
+        console is stderr.
+        """
         self.console = console or Console(stderr=True)
         self._state = RunState(run_name, steps, done=first_step)
         self._phases_seen: set[str] = set()
         self._line_at = self._state.started
         self._live = _View(self, console=self.console, refresh_per_second=4) if self.console.is_interactive else None
         self.notebook = NotebookView(run_name) if in_notebook() else None
-        """Output below a notebook's cell, in place of one line per step and the summary; None elsewhere."""
+        """Output below a notebook's cell, instead of one line per step and the summary; None outside notebooks."""
         self._lines = self._live is None and self.notebook is None
         self._terminal: _NoEcho | None = None
 
@@ -70,7 +72,7 @@ class Progress:
             self._terminal.restore()
 
     def machine(self, text: str) -> None:
-        """Show the devices: below the live view; as a line elsewhere."""
+        """Show the devices: below the live view, or as a line if there is none."""
         self._state.machine = text
         if self._live is None:
             self.message(text)
@@ -89,7 +91,7 @@ class Progress:
         self._draw(name)
 
     def advance(self, total: int, done: int, tokens: int) -> None:
-        """Update the phase's progress: number of completions, completed ones, tokens drawn."""
+        """Update the phase's progress: number of completions, how many are done, and tokens sampled."""
         now, phase = time.monotonic(), self._state.phase
         phase.advance = PhaseProgress(total, done, tokens)
         text = f"{phase.name}: {phase.advance.text(phase.seconds())}"
@@ -220,7 +222,7 @@ class _NoEcho:
         self._saved: list[int | list[bytes | int]] | None = None
         try:
             if os.tcgetpgrp(sys.stdin.fileno()) != os.getpgrp():
-                return  # in the background, as after `&`, tcgetattr would stop this process
+                return  # in the background (started with `&`), tcgetattr would stop this process
             self._saved = termios.tcgetattr(sys.stdin)
             quiet = termios.tcgetattr(sys.stdin)
             quiet[3] &= ~termios.ECHOCTL
@@ -236,7 +238,7 @@ class _NoEcho:
 
 
 def _numbers(state: RunState, width: int) -> RenderableType:
-    """The table of numbers; on narrow terminals the ends of lines are cut, never the labels."""
+    """The table of numbers; on narrow terminals the ends of lines are cut off, but never the labels."""
     label, value = 8, 7
     room = max(4, width - label - value - 4)
     grid = Table.grid(padding=(0, 2))

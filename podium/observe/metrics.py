@@ -17,7 +17,7 @@ ACCURACY = "eval/accuracy"
 UPDATES = "optimizer/updates"
 MARGIN = "rewards/margins"
 PAIRS, HELD_OUT_PAIRS = "rewards/accuracies", "eval-rewards/accuracies"
-"""Shares of preferences in order: of the pairs of a step, and held out."""
+"""Metrics for the share of pairs whose chosen completion has the larger reward: in a step, and held out."""
 GAP_METRIC = "policy/logprob_gap/mean"
 TRUNCATED = "rollout/truncated_fraction"
 TIMEOUTS = "grading/timeouts"
@@ -31,7 +31,7 @@ STATISTICS: Mapping[str, Callable[[np.ndarray], np.floating]] = {
     "min": np.min,
     "max": np.max,
 }
-"""The statistic of an array for each last part of a name; `std` is the population's."""
+"""The statistic of an array for each last part of a name; `std` divides by n."""
 
 
 def all_metrics() -> Iterator[Metric]:
@@ -45,7 +45,7 @@ def step_metrics(stats: StepStats) -> dict[str, float]:
 
 
 def evaluation_metrics(stats: EvaluationStats) -> dict[str, float]:
-    """The metrics of an evaluation, by name: those of its tasks, then its own."""
+    """The metrics of an evaluation, by name: those of its tasks, then the overall ones."""
     found: dict[str, float] = {}
     for task, scores in stats.tasks.items():
         values = named((metric, metric.task and metric.task(scores)) for metric in all_metrics())
@@ -54,7 +54,7 @@ def evaluation_metrics(stats: EvaluationStats) -> dict[str, float]:
 
 
 def named(values: Iterable[tuple[Metric, Value]]) -> dict[str, float]:
-    """Values by complete metric name; None is left out."""
+    """Values by complete metric name; values of None are left out."""
     found: dict[str, float] = {}
     for metric, value in values:
         if value is None:
@@ -65,7 +65,7 @@ def named(values: Iterable[tuple[Metric, Value]]) -> dict[str, float]:
             found |= dict(zip(metric.names, value, strict=True))
         elif metric.parts:
             array = np.asarray(value, np.float64)
-            if array.size:  # of a step whose conversations all failed, some have no values
+            if array.size:  # if all conversations of a step failed, some arrays are empty
                 found |= {f"{metric.name}/{part}": float(STATISTICS[part](array)) for part in metric.parts}
         else:
             assert isinstance(value, float | int), metric.name
@@ -74,7 +74,7 @@ def named(values: Iterable[tuple[Metric, Value]]) -> dict[str, float]:
 
 
 def find_metric(name: str) -> Metric | None:
-    """The table entry of a complete name such as `eval/gsm8k/accuracy`; None if there is no such metric."""
+    """The table entry of a complete name such as `eval/gsm8k/accuracy`; None if the name is unknown."""
     for metric in all_metrics():
         if any(re.fullmatch(re.sub(r"<\w+>", "[^/]+", listed), name) for listed in metric.names):
             return metric

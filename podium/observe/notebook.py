@@ -23,7 +23,7 @@ ROWS = 6
 
 
 class StepRow(NamedTuple):
-    """A finished step, in the table of a notebook; NaN where a run has no such number."""
+    """A finished step in a notebook's table; NaN for numbers that the run does not have."""
 
     step: int
     earned: float
@@ -39,7 +39,7 @@ class _Display(Protocol):
 
 
 def in_notebook() -> bool:
-    """Whether this process is a notebook's kernel."""
+    """Whether this process is a notebook kernel."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
@@ -49,7 +49,7 @@ class NotebookView:
     """The output below a running cell: the reward curve so far, a table of the last steps, and a line of text."""
 
     def __init__(self, title: str) -> None:
-        """Show nothing yet."""
+        """Does not show anything yet."""
         self._title = title
         self._curve = self._table = ""
         self._rows: collections.deque[StepRow] = collections.deque(maxlen=ROWS)
@@ -63,7 +63,7 @@ class NotebookView:
             self._drawn = 0.0
 
     def step(self, row: StepRow, earning: str) -> None:
-        """Add a finished step to the table; `earning` is what `row.earned` is called."""
+        """Add a finished step to the table; `earning` is the column title of `row.earned`."""
         self._rows.append(row)
         head = ("step", earning, "length", "entropy", "seconds")
         self._table = table(head, [_cells(each) for each in self._rows])
@@ -93,7 +93,7 @@ def curve_image(title: str, rewards: Sequence[Point], accuracies: Sequence[Point
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """An HTML table of texts, without its own style: notebooks have one. No `head`: the first column is one."""
+    """An HTML table of texts, styled by the notebook. With an empty `head`, the first column is the header."""
     first = f"<thead><tr>{''.join(f'<th>{html.escape(name)}</th>' for name in head)}</tr></thead>" if head else ""
     body = "".join(f"<tr>{_row(row, headed=not head)}</tr>" for row in rows)
     return f"<table>{first}<tbody>{body}</tbody></table>"

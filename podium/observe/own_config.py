@@ -1,8 +1,8 @@
-"""A run's own config.yaml, wherever its folder is now: it belongs to the folder that holds it.
+"""Loads a run's own config.yaml for the folder that contains it, wherever that is now.
 
-A run writes all its settings to its folder, `runs_dir` and `name` among them. If the folder is moved, or the file is
-read from another working directory, these no longer lead to it. Files that the run itself keeps in its folder (rows
-passed from Python) are found again too. Imports no jax.
+A run writes all its settings to its folder, including `runs_dir` and `name`. If the folder is moved, or the file is
+read from another working directory, these settings no longer point to the folder, so they are corrected, as are paths
+of files in the folder (rows passed from Python). Imports no jax.
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,22 @@ from podium.observe.identity import IDENTITY, RUN, versions_line
 
 CONFIG = "config.yaml"
 OWN = ("run.lock", RUN, IDENTITY, "metrics.jsonl")
-"""Files of which a run's folder has one as soon as it has its config."""
+"""A run's folder has at least one of these files if it has a config."""
 PLACE = ("runs_dir", "name")
 """The settings that say where a run is."""
 
 
 def own_folder(file: Path) -> Path | None:
-    """The folder of the run that wrote a file as its own config, links followed; None for any other file."""
+    """The folder of the run whose own config a file is, following links; None for any other file."""
     real = file if in_bucket(file) else file.resolve()
     is_own = real.name == CONFIG and real.is_file() and any((real.parent / name).is_file() for name in OWN)
     return real.parent if is_own else None
 
 
 def at_home(file: Path, written: Node) -> Node:
-    """The settings of a config file; if it is a run's own, with `runs_dir`, `name` and paths as they are now."""
+    """The settings of a config file. If it is a run's own, `runs_dir`, `name` and paths are set for the folder's
+    current place.
+    """
     former, folder = _written_home(written), own_folder(file)
     if former is None or folder is None or is_same_place(former, folder):
         return written
@@ -41,27 +43,27 @@ def at_home(file: Path, written: Node) -> Node:
 
 
 def in_folder(written: Node, folder: Path) -> Node:
-    """A run's settings with the paths below the folder that they name as the same paths below `folder`."""
+    """A run's settings, with paths inside its former folder changed to the same paths inside `folder`."""
     former = _written_home(written)
     return written if former is None else _moved(written, str(former), str(folder))
 
 
 def check_place(files: Sequence[Path], loaded: Loaded) -> None:
-    """Raise ConfigError if the environment leads away from the run whose own config is among the files.
+    """Raise ConfigError if environment variables change the folder of a run whose own config is among the files.
 
-    Later files and options of the command line may: they were written for this command.
+    Later files and command line options may change it, because they were written for this command.
     """
     own = [folder for file in files if (folder := own_folder(file)) is not None]
     origins = {key: loaded.provenance.get(key, "") for key in PLACE}
     leading = [key for key, origin in origins.items() if origin.startswith("environment ")]
     if own and leading and not continues(files, loaded):
         rule = f"{own[-1] / CONFIG} is a run's own config and continues the run in {own[-1]}"
-        way_out = f"unset the variable, or say with --set {leading[0]}=... where another run begins"
+        way_out = f"unset the variable, or set it explicitly with --set {leading[0]}=... to start another run"
         raise wrong(leading[0], f"{rule}; {way_out}", origins[leading[0]])
 
 
 def with_writers(error: ConfigError, files: Sequence[Path]) -> ConfigError:
-    """The error, with the versions that wrote those of the files which are runs' own configs."""
+    """Add to the error which versions of Podium wrote the files that are runs' own configs."""
     folders = {file: own_folder(file) for file in files}
     written = [Problem(key=str(file), message=versions_line(own)) for file, own in folders.items() if own is not None]
     return ConfigError([*error.problems, *written]) if written else error
@@ -75,7 +77,9 @@ def continues(files: Sequence[Path], loaded: Loaded) -> bool:
 
 
 def is_same_place(home: Path, folder: Path) -> bool:
-    """Whether a folder is that of the run at `home`, or holds the local records of a run in a bucket."""
+    """Whether `folder` is the run's folder `home`, or contains the local records of the run if `home` is in a
+    bucket.
+    """
     if in_bucket(folder):
         return str(home) == str(folder)
     local = records_folder(home) if in_bucket(home) else home
@@ -83,7 +87,7 @@ def is_same_place(home: Path, folder: Path) -> bool:
 
 
 def _written_home(written: Node) -> Path | None:
-    """The folder of the run as its config says; None if it does not."""
+    """The run's folder according to its config; None if the config does not name it."""
     values = [node.value for key in PLACE if (node := written.section.get(key)) is not None]
     match values:
         case [str(runs_dir), str(name)]:
@@ -93,7 +97,7 @@ def _written_home(written: Node) -> Path | None:
 
 
 def _moved(node: Node, former: str, now: str) -> Node:
-    """The settings with every path below `former` as the same path below `now`."""
+    """Replace every path below `former` in the settings by the same path below `now`."""
     value = node.value
     if isinstance(value, dict):
         value = {key: _moved(child, former, now) for key, child in value.items()}

@@ -1,7 +1,7 @@
-"""Whether the records of a run still are what they were when its checkpoint was saved.
+"""Checks that a run's records are still as they were when its checkpoint was saved.
 
-Each checkpoint keeps, of every file of records, its size and a digest of its bytes. A run that continues compares
-them, removes lines that were doubled, and says what is missing or has changed. Nothing here imports jax.
+Each checkpoint stores the size and digest of every file of records. A resumed run compares them, removes duplicate
+lines, and reports what is missing or has changed. Imports no jax.
 """
 
 import json
@@ -14,28 +14,28 @@ import xxhash
 from podium.files import open_file, write_atomically
 
 SHOWN = 5
-"""Missing steps listed, at most."""
+"""Maximum number of missing steps to list."""
 
 
 class Extent(TypedDict):
-    """The content of a file of records at one time."""
+    """Size and digest of a file of records at one time."""
 
     lines: int
     size: int
-    """In bytes."""
+    """Size in bytes."""
     digest: str
-    """XXH3 of these bytes, 128 bits, hexadecimal."""
+    """XXH3 digest of the file, 128 bits, hexadecimal."""
 
 
 class Ledger:
-    """Follows files that only grow: each call reads what was appended since the last."""
+    """Follows files that only grow; each call reads what was appended since the last one."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Nothing is read yet."""
+        """Does not read anything yet."""
         self._tails = {path: _Tail() for path in paths}
 
     def extents(self) -> dict[str, Extent]:
-        """The content of every file by its name; a file that does not exist is empty."""
+        """The extent of every file by name; a file that does not exist counts as empty."""
         for path, tail in self._tails.items():
             tail.read(path)
         return {path.name: tail.extent for path, tail in self._tails.items()}
@@ -66,13 +66,13 @@ class _Tail:
 
 
 def check_records(path: Path, saved: Extent, step: int, *, every_step: bool, checkpoints: Sequence[int]) -> str | None:
-    """Compare a file of records with its content when `step` was saved; remove doubled lines if they alone differ.
+    """Compare a file of records with its state when `step` was saved. If only duplicate lines differ, remove them.
 
-    Lines that were appended after the checkpoint are no difference.
+    Lines that were appended after the checkpoint do not count.
 
     Args:
         path: The file, which may be missing.
-        saved: Its content at the checkpoint.
+        saved: Its size and digest at the checkpoint.
         step: The step of the checkpoint.
         every_step: Whether the file has a line for each step.
         checkpoints: All saved steps of the run.
@@ -84,7 +84,7 @@ def check_records(path: Path, saved: Extent, step: int, *, every_step: bool, che
     lines = data.splitlines(keepends=True)
     if _begins_with(data, saved):
         never = missing_steps(_steps(lines), step) if every_step else []
-        return f"{path.name} has no line of {listed(never)}: the run ended before it was written" if never else None
+        return f"{path.name} has no line for {listed(never)}: the run ended before it was written" if never else None
     once = list(dict.fromkeys(lines))
     if _begins_with(b"".join(once), saved):
         write_atomically(path, b"".join(once))
@@ -96,13 +96,13 @@ def check_records(path: Path, saved: Extent, step: int, *, every_step: bool, che
     way_out = (
         f"to record them again, stop, delete the checkpoints after step {earlier[-1]}, and run the same command again"
         if earlier
-        else "put back a copy if there is one"
+        else "put back a copy if you have one"
     )
-    return f"{path.name} is not what it was when step {step} was saved: {what}; the run continues; {way_out}"
+    return f"{path.name} has changed since step {step} was saved: {what}; the run continues; {way_out}"
 
 
 def missing_steps(steps: Sequence[int], last: int) -> list[int]:
-    """The numbers from 1 to `last` that are not among the steps."""
+    """The numbers from 1 to `last` that are not in `steps`."""
     return sorted(set(range(1, last + 1)) - set(steps))
 
 
@@ -119,7 +119,7 @@ def _begins_with(data: bytes, saved: Extent) -> bool:
 
 def _difference(path: Path, lines: Sequence[bytes], saved: Extent, step: int) -> str:
     if not path.is_file():
-        return f"the file is missing, which had {saved['lines']} lines"
+        return f"the file, which had {saved['lines']} lines, is missing"
     kept = [line for line in lines if (number := _step(line)) is None or number <= step]
     if len(kept) == saved["lines"]:
         return "lines have changed"
@@ -131,12 +131,12 @@ def _are(steps: Sequence[int]) -> str:
 
 
 def _steps(lines: Sequence[bytes]) -> list[int]:
-    """The steps of the lines that are of a step, not of an evaluation."""
+    """The step numbers of the lines that record a training step, not an evaluation."""
     return [step for line in lines if (step := _step(line)) is not None and b'"eval/' not in line]
 
 
 def _step(line: bytes) -> int | None:
-    """The step of a record; None for what is not one."""
+    """The step of a record; None if the line is not a record of a step."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

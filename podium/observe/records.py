@@ -24,11 +24,11 @@ class CompletionRecord(TypedDict):
     """Each part of the reward before its weight."""
     finish_reason: StopReason | None
     tokens: int
-    """Tokens that the model drew."""
+    """Number of tokens that the model generated."""
     messages: NotRequired[list[Mapping[str, object]]]
-    """The conversation after its prompt: what the model answered and called, and what it was told."""
+    """The conversation after its prompt: the model's answers and calls, and the replies."""
     turn_rewards: NotRequired[list[float]]
-    """What each turn of a conversation earned; their sum is `reward`."""
+    """The reward of each turn of a conversation; they add up to `reward`."""
     advantage: NotRequired[float]
     pieces: NotRequired[list[str]]
     """The text of each token."""
@@ -40,14 +40,14 @@ class SampleRecord(TypedDict):
     """A line of samples.jsonl: a question with all its answers."""
 
     step: int
-    """Steps done when the line was recorded; for `eval`, that of the evaluated weights."""
+    """Steps done when the line was recorded; for `eval`, the step of the evaluated weights."""
     split: Split
     task: str
     prompt: str
     """The prompt's id."""
     question: str
     answer: str
-    """The reference answer."""
+    """The row's answer."""
     completions: list[CompletionRecord]
     greedy: NotRequired[CompletionRecord]
     """The greedy answer that the others are compared with; only with recipe remax."""
@@ -68,17 +68,17 @@ MetricsRecord: TypeAlias = dict[str, float]
 
 
 def step_of(line: MetricsRecord) -> int:
-    """The number of steps done when a line of metrics.jsonl was written; 0 for a line without it."""
+    """The number of steps done when a line of metrics.jsonl was written; 0 if the line has no step."""
     return int(line.get("step", 0))
 
 
 def read_samples(path: Path) -> list[SampleRecord]:
-    """The lines of a samples.jsonl, which `sample_record` made, oldest first."""
+    """Read the lines of a samples.jsonl file, oldest first; `sample_record` makes them."""
     return cast(list[SampleRecord], read_lines(path))
 
 
 def read_metrics(path: Path) -> list[MetricsRecord]:
-    """The lines of a metrics.jsonl, oldest first; a number that was not finite is NaN."""
+    """Read the lines of a metrics.jsonl file, oldest first; numbers that were not finite become NaN."""
     return [{name: math.nan if value is None else value for name, value in line.items()} for line in read_lines(path)]
 
 
@@ -90,10 +90,10 @@ def sample_record(
     completions: Sequence[CompletionRecord],
     greedy: tuple[Transcript, Reward] | None = None,
 ) -> SampleRecord:
-    """A line of samples.jsonl: one question with all its answers, of `completion_records`.
+    """Make a line of samples.jsonl: one question with all its answers, from `completion_records`.
 
     `step` is the number of steps done when the line was recorded; for `eval`, the step of the evaluated weights.
-    `greedy` is the group's greedy answer.
+    `greedy` is the group's greedy answer, if it has one.
     """
     record: SampleRecord = {
         "step": step,
@@ -118,8 +118,8 @@ def completion_records(
 ) -> list[CompletionRecord]:
     """The answers of a group with their rewards.
 
-    With `advantages` (of a trained group), each has its own. With `pieces`, which splits tokens into texts, each has
-    the text of its tokens, and their log-probabilities under the sampler.
+    With `advantages` (for a trained group), each record has the answer's advantage. With `pieces`, which splits tokens
+    into texts, each record has the text of the answer's tokens and their log-probabilities under the sampler.
     """
     found: list[CompletionRecord] = [_completion_record(*each) for each in zip(transcripts, rewards, strict=True)]
     if advantages is not None:
@@ -132,7 +132,7 @@ def completion_records(
 
 
 def _completion_record(transcript: Transcript, reward: Reward) -> CompletionRecord:
-    """An answer with its reward."""
+    """The record of an answer with its reward."""
     made: CompletionRecord = {
         "text": transcript.text,
         "reward": reward.total,
@@ -152,7 +152,7 @@ def lengths_record(
     completion_lengths: Sequence[int],
     drawn_lengths: Sequence[int] | None = None,
 ) -> LengthsRecord:
-    """A line of lengths.jsonl: lengths in tokens of each prompt [N] and completion [N * G], for `podium plan`.
+    """Make a line of lengths.jsonl: lengths in tokens of each prompt [N] and completion [N * G], for `podium plan`.
 
     With carry-over, also the lengths of all completions that ended in the step, whichever step trains on them.
     """

@@ -1,19 +1,19 @@
 """The folder of a run: its lock, its config, and its files.
 
     config.yaml      the resolved config               metrics.jsonl   a line per step, and one per evaluation
-    summary.json     the run in one object             samples.jsonl   questions, completions, rewards
-    run.lock         the process and host that write   lengths.jsonl   tokens of each prompt and completion
-    machine.json     the devices it last ran on
+    summary.json a summary as one JSON object             samples.jsonl   questions, completions, rewards
+    run.lock the process and host that write to the folder   lengths.jsonl   tokens of each prompt and completion
+    machine.json the devices that the run last used
     fork.json        the run and step it was forked from, if any
     run.json         the run's id, and the version that last trained it (podium.observe.identity)
     identity.json    the run's id, which its checkpoints repeat (podium.train.checkpoints.step_files)
     curve.svg        chart of reward and accuracy
     data/            rows passed from Python (podium.api)
-    plan.json        its plan (podium.plan.report.deviation), on TPU and GPU
+    plan.json the run's plan (podium.plan.report.deviation), on TPU and GPU
     checkpoints/     podium.train.checkpoints.checkpoint
 
-A run in a bucket has all of this there and, except for checkpoints, a local copy (podium.observe.bucket). The format of
-the records is in `podium.observe.records`. Imports no jax.
+A run in a bucket has all these files there and, except for checkpoints, a local copy (podium.observe.bucket). The
+format of the records is in `podium.observe.records`. Imports no jax.
 """
 
 import datetime
@@ -100,7 +100,7 @@ MAY_CHANGE = (
 )
 """Keys (or whole sections) that may differ from the stored config when a run resumes, because they affect where and how
 fast a run trains and how it is observed, but not what it learns. `steps` may also change if `train.optimizer.schedule`
-is constant; other schedules depend on it. A `*` stands for any place in a list."""
+is constant; other schedules depend on `steps`. A `*` stands for any index in a list."""
 
 
 class RunInUseError(RunFileError):
@@ -112,16 +112,16 @@ class Fork(NamedTuple):
 
     run: str
     step: int | None
-    """None: the newest checkpoint."""
+    """Step of the checkpoint; None for the newest."""
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of that run's checkpoints."""
+        """Folder of the run's checkpoints."""
         return as_path(self.run) / CHECKPOINTS
 
 
 def recipe_of(fork: Fork) -> str | None:
-    """`algorithm.recipe` of the run that a fork starts from; None if it has no config that says so."""
+    """`algorithm.recipe` of the run that a fork starts from; None if its config is missing or unreadable."""
     try:
         text = (as_path(fork.run) / CONFIG).read_text(encoding="utf-8")
         match yaml.safe_load(text):
@@ -151,7 +151,7 @@ def parse_fork(text: str) -> Fork:
 
 
 def run_of(text: str | Path) -> Fork | None:
-    """The run, and perhaps its step, that `RUN@STEP` or `RUN` names; None if RUN is not a run's folder."""
+    """The run that `RUN@STEP` or `RUN` names, with its step if given; None if RUN is not a run's folder."""
     try:
         return parse_fork(str(text))
     except ValueError:
@@ -161,7 +161,7 @@ def run_of(text: str | Path) -> Fork | None:
 def saved_steps(folder: Path) -> list[int]:
     """The complete steps in a run's `checkpoints` folder, oldest first. Writes nothing.
 
-    In a bucket, where nothing can be renamed, these are the steps that orbax has marked as complete.
+    In a bucket, where folders cannot be renamed, these are the steps that orbax has marked as complete.
     """
     steps = [path for path in folder.glob("*") if path.name.isdecimal()]
     return sorted(int(path.name) for path in steps if not in_bucket(folder) or (path / MARK).exists())
@@ -208,7 +208,7 @@ class RunDir:
             fork: source of a new run's initial weights; an existing run keeps its own.
 
         Raises:
-            RunInUseError: another process trains there.
+            RunInUseError: another process trains in this folder.
             RunFileError: the folder cannot be written, or contains something else or a run with another config.
         """
         path = records_folder(home) if in_bucket(home) else home
@@ -247,7 +247,7 @@ class RunDir:
 
     @classmethod
     def follow(cls, home: Path, settings: Settings, *, continued: bool, fork: Fork | None) -> "RunDir":
-        """Open the folder read-only, beside this run's process that writes to it.
+        """Open the folder read-only, while another process of the run writes to it.
 
         `settings`, `continued` and `fork` are those of the writing process.
         """
@@ -264,7 +264,7 @@ class RunDir:
         return self.home / CHECKPOINTS
 
     def push(self) -> None:
-        """Copy the records to the bucket, if the run is in one; call this before saving a checkpoint."""
+        """Copy the records to the bucket, if the run is in one; call this before a checkpoint is complete."""
         if self._mirror is not None:
             self._mirror.push()
 
@@ -278,20 +278,22 @@ class RunDir:
         self._ledger = self._new_ledger()
 
     def extents(self) -> dict[str, Extent]:
-        """Current extent of each record file, to be saved with a checkpoint; empty if another process writes them."""
+        """Current extent of each record file, to save with a checkpoint; empty in processes that do not write
+        records.
+        """
         return self._ledger.extents() if self.writes else {}
 
     def compare(self, saved: Mapping[str, Extent], step: int, checkpoints: Sequence[int]) -> list[str]:
-        """Compare the records with what they were when the run's newest checkpoint was saved, before `truncate`.
+        """Compare the records with their state when the run's newest checkpoint was saved; call this before `truncate`.
 
         Args:
-            saved: what `extents` returned then; empty for checkpoints of versions that did not save it.
-            step: from which the run continues; 0: from the start.
+            saved: the result of `extents` at that time; empty for checkpoints of older versions, which did not save it.
+            step: the step that the run continues from; 0 for the start.
             checkpoints: all saved steps.
 
         Returns:
-            Lines that say what is missing, what has changed, what was repaired, what starting over replaces, and
-            which other version trained the run before.
+            Lines about what is missing, has changed or was repaired, about records that starting over replaces, and
+            about another version that trained the run before.
         """
         if not self.writes:
             return []
@@ -315,8 +317,8 @@ class RunDir:
         """Raise RunFileError if the checkpoint that the run continues from was saved with other settings.
 
         Args:
-            saved: the settings in the checkpoint; None: it is of a version that did not store them.
-            step: its step; 0: there is none.
+            saved: the settings in the checkpoint; None for checkpoints of older versions, which did not store them.
+            step: the checkpoint's step; 0 without a checkpoint.
         """
         if not step or saved is None:
             return
@@ -325,13 +327,13 @@ class RunDir:
             stored = Config.model_validate(in_folder(Node.of(cast(Plain, saved), where), self.path).plain())
         except ValidationError as error:
             raise RunFileError(
-                f"{where} is not of this version ({_problem(error)}): {versions_line(self.path)}"
+                f"{where} was not written by this version ({_problem(error)}): {versions_line(self.path)}"
             ) from error
         if differences := _disagreement(stored.document(), self.settings, self.path):
             raise RunFileError(
-                f"{where} was saved with other settings than this run has:\n{differences}\n"
-                "put back the config.yaml or the checkpoints that belong together; to go on from these weights with"
-                f" other settings, begin a run with another name and --from {self.home}@{step}"
+                f"{where} was saved with settings that differ from this run's:\n{differences}\nput back the "
+                "config.yaml or the checkpoints that belong together; to continue from these weights with other "
+                f"settings, start a run with another name and --from {self.home}@{step}"
             )
 
     def _new_ledger(self) -> Ledger:
@@ -346,7 +348,7 @@ class RunDir:
         self._lines[name].write(record)
 
     def with_chosen(self, config: Config) -> Config:
-        """The config with the date and the longest prompt that this run has, where the config leaves them unset."""
+        """Fill in the run's date and longest prompt if the config leaves them unset."""
         own = self.settings["rollout"]
         assert isinstance(own, Mapping)
         rollout = config.rollout.model_copy(update={LONGEST: own[LONGEST]})
@@ -387,7 +389,7 @@ def run_home(runs_dir: str, name: str | None) -> Path:
 
 
 def _take_lock(path: Path) -> IO[str]:
-    """Lock run.lock; the operating system releases it however this process ends."""
+    """Lock run.lock; the operating system releases the lock however this process ends."""
     try:
         lock = (path / LOCK).open("a+", encoding="utf-8")
     except OSError as error:
@@ -412,12 +414,14 @@ def _take_lock(path: Path) -> IO[str]:
 
 
 def _has_begun(path: Path, home: Path) -> bool:
-    """Whether the run has records or checkpoints; one that failed before that may start again with another config."""
+    """Whether the run has records or checkpoints. A run that failed before it had any may restart with another
+    config.
+    """
     return bool(read_lines(path / METRICS)) or any((home / CHECKPOINTS).glob("*"))
 
 
 def _check_empty(path: Path) -> None:
-    ours = (LOCK, FORK, CONFIG, DATA, RUN)  # and temporary files: what a kill during creation may leave
+    ours = (LOCK, FORK, CONFIG, DATA, RUN)  # and temporary files, which a kill during creation may leave
     strangers = sorted(item.name for item in path.iterdir() if item.name not in ours and item.suffix != ".tmp")
     if strangers:
         raise RunFileError(
@@ -429,7 +433,7 @@ def _check_empty(path: Path) -> None:
 def _kept_fork(path: Path, asked: Fork | None) -> Fork | None:
     stored = _read_fork(path) if (path / FORK).exists() else None
     if asked is not None and asked != stored:
-        began = f"began from {stored.run}@{stored.step}" if stored else "did not begin from another run"
+        began = f"began from {stored.run}@{stored.step}" if stored else "did not start from another run"
         raise RunFileError(
             f"run folder {path} exists and {began}, and --from asks for {asked.run}@{asked.step}; "
             "leave --from out to continue it, or set another name"
@@ -443,8 +447,8 @@ def _read_fork(path: Path) -> Fork:
             return Fork(run, step)
         case other:
             raise RunFileError(
-                f"{path / FORK} does not name the run and the step that this run began from ({other!r}); put back a"
-                f' copy ({{"run": FOLDER, "step": NUMBER}}), or delete the folder {path}'
+                f"{path / FORK} does not name the run and step that this run started from ({other!r}); put back a "
+                f'copy ({{"run": FOLDER, "step": NUMBER}}), or delete the folder {path}'
             )
 
 
@@ -456,10 +460,10 @@ def _parsed(path: Path) -> object:
 
 
 def _with_kept(settings: Settings, begun: Path | None) -> Settings:
-    """The settings, with those that are unset and that the run in `begun` has chosen.
+    """Fill in unset settings with the values that the existing run in `begun` has chosen.
 
-    These are the date that prompts show, which is today's in a new run, and the longest prompt, which versions of
-    Podium that did not look at the data stored as a number.
+    These are the date that prompts show, which is today's in a new run, and the longest prompt, which older versions of
+    Podium stored as a number.
     """
     kept = None if begun is None else read_config(begun)
     date = settings[DATE] or (kept and kept.chat_template_date) or datetime.date.today().isoformat()
@@ -470,18 +474,18 @@ def _with_kept(settings: Settings, begun: Path | None) -> Settings:
 
 
 def _check_steps(home: Path, settings: Settings) -> None:
-    """Raise UsageError if the run has more steps than the settings ask for: saved steps are never taken back."""
+    """Raise UsageError if the run has more steps than the settings ask for: saved steps are never undone."""
     saved, steps = saved_steps(home / CHECKPOINTS), settings["steps"]
     if saved and isinstance(steps, int) and saved[-1] > steps:
         earlier = [step for step in saved if step <= steps]
         fork = (
-            f", or begin another run from an earlier step: --from {home}@{earlier[-1]} --set name=NAME"
+            f", or start another run from an earlier step: --from {home}@{earlier[-1]} --set name=NAME"
             if earlier
             else ""
         )
         raise UsageError(
-            f"steps: {saved[-1]} steps of run {home} are done and saved, and {steps} are asked for: there is nothing to"
-            f" train; set steps above {saved[-1]} to go on{fork}"
+            f"steps: {saved[-1]} steps of run {home} are done and saved, and only {steps} are asked for, so there is "
+            f"nothing to train; set steps above {saved[-1]} to continue{fork}"
         )
 
 
@@ -489,13 +493,15 @@ def _check_agreement(path: Path, settings: Settings) -> None:
     """Raise RunFileError if the settings differ from the stored ones in a way that affects what the run learns."""
     if differences := _disagreement(read_config(path).document(), settings, path):
         raise RunFileError(
-            f"run folder {path} holds a run with another config:\n{differences}\n"
-            f"restore these to continue it; to start afresh set another name, or delete the folder {path}"
+            f"run folder {path} contains a run with another config:\n{differences}\nrestore these settings to "
+            f"continue it; to start over set another name, or delete the folder {path}"
         )
 
 
 def _disagreement(stored: Settings, settings: Settings, path: Path) -> str:
-    """The settings that affect what a run learns and differ from the stored ones, a line each; empty if none does."""
+    """The settings that affect what a run learns and differ from the stored ones, one per line; empty if none
+    differ.
+    """
     changed = _differences(_portable(stored, path), _portable(settings, path))
     free = MAY_CHANGE
     if flat(stored)[SCHEDULE] == "constant" and SCHEDULE not in changed:
@@ -504,12 +510,12 @@ def _disagreement(stored: Settings, settings: Settings, path: Path) -> str:
         f"    {key}: {old!r} there, {new!r} now"
         for key, (old, new) in changed.items()
         if not any(_is_below(re.sub(r"\.\d+\b", ".*", key), allowed) for allowed in free)
-        and (key, old) != (DATE, None)  # of a version that showed the date of each day
+        and (key, old) != (DATE, None)  # written by a version that showed each day's date
     )
 
 
 def _portable(value: object, folder: Path) -> object:
-    """A tree of settings in which paths below a run's folder do not depend on where the folder is."""
+    """Make paths below a run's folder, in a tree of settings, independent of where the folder is."""
     if isinstance(value, Mapping):
         return {key: _portable(child, folder) for key, child in value.items()}
     if isinstance(value, list):
@@ -532,8 +538,8 @@ def read_config(path: Path) -> Config:
     except ConfigError as error:
         problem = "; ".join(each.message for each in error.problems)
     raise RunFileError(
-        f"{path / CONFIG} is not a config ({problem}); {versions_line(path)}; or set another name, or delete the folder"
-        f" {path}"
+        f"{path / CONFIG} is not a valid config ({problem}); {versions_line(path)}; or set another name, or delete "
+        f"the folder {path}"
     )
 
 
@@ -542,9 +548,7 @@ def _problem(error: ValidationError) -> str:
 
 
 def read_machine(path: Path) -> str | None:
-    """The devices that the run in a folder last trained on, as `write_machine` recorded them; None if nothing is
-    recorded.
-    """
+    """The devices that the run in a folder last trained on, as `write_machine` recorded them; None if absent."""
     match _parsed(path / MACHINE) if (path / MACHINE).is_file() else None:
         case {"text": str(text)}:
             return text

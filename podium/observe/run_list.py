@@ -34,24 +34,24 @@ POLICY = (
 
 
 class RunLine:
-    """A run's row in the list; each refresh reads only what was appended to metrics.jsonl since the previous one."""
+    """A run's row in the list. Each refresh reads only what was appended to metrics.jsonl since the previous one."""
 
     def __init__(self, folder: Path) -> None:
-        """Read nothing yet."""
+        """Does not read anything yet."""
         self.folder = folder
         self.history = History(SHOWN)
         self.steps: int | None = None
-        """Steps that the config asks for; None if it cannot be read."""
+        """Steps that the config asks for; None if the config cannot be read."""
         self.state = ""
         """Whether the run is training, and how long ago it last wrote, as text."""
         self.changed = 0.0
         """Time of the run's last write, in seconds since 1970."""
         self._config_changed = 0.0
-        self._file: tuple[int, int] | None = None  # device and inode of the file that was read
+        self._file: tuple[int, int] | None = None  # device and inode of the file
         self._read = 0  # bytes
 
     def refresh(self) -> bool:
-        """Read what is new; returns whether the folder contains a run."""
+        """Read what was appended; returns whether the folder contains a run."""
         self.changed, self.state = changed(self.folder), state(self.folder)
         if not is_run(self.folder):
             return False

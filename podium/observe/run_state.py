@@ -1,4 +1,4 @@
-"""How far a run is, and its numbers so far, as its process shows them."""
+"""How far a run has come, and its latest numbers, for display by its process."""
 
 import collections
 import time
@@ -13,7 +13,7 @@ LENGTH, TURNS = "train-seq_len/completion/mean", "env/turns/mean"
 SHOWN = (REWARD, MARGIN, LENGTH, TURNS, ACCURACY)
 """Metrics that are shown as curves."""
 EARNED = {REWARD: "reward", MARGIN: "margin"}
-"""What they are called there."""
+"""Labels of the metric that a run maximises."""
 RECENT_STEPS = 10
 """Number of steps whose mean duration is used to estimate the remaining time."""
 COMPILED_IN = ("rollout", "update", "score", "evaluation")
@@ -21,7 +21,7 @@ COMPILED_IN = ("rollout", "update", "score", "evaluation")
 
 
 class PhaseProgress(NamedTuple):
-    """Progress of a rollout or an evaluation: number of completions, completed ones, tokens drawn."""
+    """Progress of a rollout or an evaluation: number of completions, how many are done, and tokens sampled."""
 
     total: int
     done: int
@@ -37,19 +37,19 @@ class Phase:
     """The phase that a run is in."""
 
     def __init__(self, name: str, *, first: bool = False) -> None:
-        """It begins now; `first`: for the first time in this process."""
+        """Start the phase now; `first`: whether it is the first of its kind in this process."""
         self.name = name
         self.began = time.monotonic()
         self.compiles = first and name in COMPILED_IN
         self.advance: PhaseProgress | None = None
 
     def seconds(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the phase began."""
         return time.monotonic() - self.began
 
 
 class ShownCompletion(NamedTuple):
-    """A completion to show."""
+    """A completion to display."""
 
     prompt: str
     completion: str
@@ -57,16 +57,16 @@ class ShownCompletion(NamedTuple):
 
 
 class RunState:
-    """How far a run is, its last step, and the curves of its steps in this process."""
+    """How far a run has come: its last step, and curves of the steps of this process."""
 
     def __init__(self, name: str, steps: int, *, done: int) -> None:
-        """A run of `steps` steps, of which earlier processes have done some."""
+        """Describe a run of `steps` steps; earlier processes have done the first `done`."""
         self.name = name
         self.steps = steps
         self.done = done
         self.started = time.monotonic()
         self.machine = ""
-        """The devices."""
+        """The devices, as text."""
         self.phase = Phase("start")
         self.history = History(SHOWN)
         self.metrics: Mapping[str, float] = {}
@@ -77,7 +77,7 @@ class RunState:
         self._durations: collections.deque[float] = collections.deque(maxlen=RECENT_STEPS)
 
     def step(self, step: int, metrics: Mapping[str, float], sample: ShownCompletion | None) -> None:
-        """Take in a finished step."""
+        """Record a finished step."""
         now = time.monotonic()
         if self._step_ended is not None:  # the first step compiles, so its duration is not representative
             self._durations.append(now - self._step_ended)
@@ -88,11 +88,11 @@ class RunState:
 
     @property
     def earning(self) -> str:
-        """The metric that the run raises: the reward, or the margin of preferences, which earn nothing."""
+        """The metric that the run maximises: the reward, or for preferences the margin."""
         return MARGIN if MARGIN in self.history else REWARD
 
     def value(self, name: str) -> float:
-        """A metric of the last step; NaN if it has none of this name."""
+        """A metric of the last step; NaN if the step does not have it."""
         return float(self.metrics.get(name, float("nan")))
 
     def earned(self) -> str:
@@ -108,7 +108,7 @@ class RunState:
         return clock(time.monotonic() - self.started)
 
     def left(self) -> str:
-        """The estimated time until the last step, such as `4:05`; `?` if it is not known yet."""
+        """The estimated time until the last step, such as `4:05`; `?` if unknown."""
         if not self._durations:
             return "?"
         return clock(sum(self._durations) / len(self._durations) * (self.steps - self.done))

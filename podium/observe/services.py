@@ -1,6 +1,6 @@
 """Weights & Biases, TensorBoard and trackio as metric services; each imports its package only when constructed.
 
-These packages are optional and may be missing during type checking, so they are imported by name.
+The packages are optional and may be missing during type checking, so they are imported by name.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from podium.files import write_atomically
 from podium.observe.metrics import find_metric
 from podium.observe.records import SampleRecord
 from podium.observe.run_dir import RunDir
+from podium.patience import RENEW
 from podium.rollout.request import StopReason
 
 INIT_TIMEOUT_S = 30.0
@@ -36,7 +37,7 @@ class ServiceError(ValueError):
 
 
 class Service(Protocol):
-    """A destination of metrics besides metrics.jsonl."""
+    """A destination of metrics in addition to metrics.jsonl."""
 
     name: str
 
@@ -49,7 +50,7 @@ class Service(Protocol):
         ...
 
     def close(self, *, failed: bool) -> None:
-        """Flush and close; `failed` says that an exception ended the run."""
+        """Flush and close; `failed`: whether an exception ended the run."""
         ...
 
 
@@ -68,8 +69,8 @@ def service_names(config: MetricsConfig) -> list[str]:
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ServiceError(
-                f"{wanted[name][0]} asks for {name}, which is not installed; "
-                f"pip install 'podium-rl[{name}]', or leave the key unset"
+                f"{wanted[name][0]} needs {name}, which is not installed; pip install 'podium-rl[{name}]', or leave "
+                "the key unset"
             )
     return names
 
@@ -79,7 +80,7 @@ def make_service(name: str, run: RunDir, metrics: MetricsConfig, *, first_step: 
 
     Raises:
         ServiceError: the service is unusable as configured (no API key).
-        Exception: any exception of its package if it is unreachable.
+        Exception: any exception of the service's package if the service is unreachable.
     """
     if name == "wandb":
         return WandbService(run, metrics.wandb)
@@ -89,7 +90,7 @@ def make_service(name: str, run: RunDir, metrics: MetricsConfig, *, first_step: 
 
 
 def table_rows(records: Sequence[SampleRecord]) -> list[Row]:
-    """The completions of some lines of samples.jsonl as rows of a table."""
+    """Convert the completions in lines of samples.jsonl to rows of a table."""
     return [
         (
             record["step"],
@@ -120,7 +121,7 @@ class WandbService:
     name = "wandb"
 
     def __init__(self, run: RunDir, settings: WandbConfig):
-        """Connect; raises ServiceError if credentials are missing or malformed."""
+        """Connect to W&B. Raises ServiceError if credentials are missing or malformed."""
         wandb = importlib.import_module("wandb")
         errors = importlib.import_module("wandb.errors")
         wandb.setup(wandb.Settings(silent=True))
@@ -144,8 +145,11 @@ class WandbService:
             )
         except (errors.UsageError, errors.AuthenticationError) as error:
             raise ServiceError(
-                f"metrics.wandb.mode {settings.mode}: {error}; set WANDB_API_KEY, or metrics.wandb.mode=offline"
+                f"metrics.wandb.mode {settings.mode}: {error}; {RENEW['wandb']}, or metrics.wandb.mode=offline"
             ) from error
+        except Exception:
+            wandb.teardown()  # or else the next attempt finds the run's id in use
+            raise
 
     @property
     def url(self) -> str | None:
@@ -167,7 +171,7 @@ class WandbService:
 
 
 def _kept_id(path: Path) -> str:
-    """Read the id from the file; if there is none, create it and the file."""
+    """Read the id from the file; if the file does not exist, create it with a new id."""
     if not path.exists():
         write_atomically(path, secrets.token_hex(4) + "\n")
     return path.read_text().strip()

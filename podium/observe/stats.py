@@ -18,7 +18,7 @@ class CompletionStats:
 
     rewards: np.ndarray  # [n], weighted sums of the parts, as graded by the task
     parts: Mapping[str, np.ndarray]
-    """For each reward part, its values for the completions that have it."""
+    """The values of each reward part, for the completions that have it."""
     prompt_tokens: np.ndarray  # [N]
     completion_tokens: np.ndarray  # [n]
     total_tokens: np.ndarray  # [n]
@@ -26,7 +26,7 @@ class CompletionStats:
     timeouts: int
     ungraded: int
     """Number of completions that no reward function could grade."""
-    greedy: np.ndarray | None = None  # [m], rewards of greedy completions that did not fail; None if there are none
+    greedy: np.ndarray | None = None  # [m], rewards of greedy completions that did not fail; None if not sampled
     entropy: float | None
     """Nats per token, estimated as the mean of -log p of the sampled tokens; None if none were sampled."""
 
@@ -38,23 +38,24 @@ class EnvironmentStats:
     failures: tuple[str, ...] = ()
     """The traceback of each failure of an environment, retried or not, in the order of the prompts."""
     changed: int = 0
-    """Number of environments that, opened again in a continued run, answered otherwise than before."""
+    """Number of environments that answered differently when they were opened again in a resumed run."""
     moved: int = 0
-    """How often a conversation went on in another process because its own was lost through no fault of it."""
+    """How often a conversation moved to another process because its own was lost, through no fault of the
+    conversation."""
     reply_s: tuple[float, ...] = ()
-    """Seconds of each reply."""
+    """Duration of each reply in seconds."""
     begin_s: tuple[float, ...] = ()
-    """Seconds of each beginning."""
+    """Duration of starting each environment, in seconds."""
     ran: tuple[ToolRun, ...] = ()
     unread_calls: int = 0
-    """Answers with a call that could not be read."""
+    """Answers with a call that could not be parsed."""
     extend_tokens: int = 0
-    """Tokens that environments and tools gave the model."""
+    """Tokens of replies from environments and tools."""
     idle_s: float = 0.0
-    """Seconds in which the engine had nothing to do but to wait for environments."""
+    """Seconds in which the engine was idle, waiting for environments."""
 
     def then(self, other: "EnvironmentStats") -> "EnvironmentStats":
-        """Add those of a later round, or of another host."""
+        """Combine with the statistics of a later round, or of another host."""
         return EnvironmentStats(
             failures=self.failures + other.failures,
             changed=self.changed + other.changed,
@@ -74,24 +75,24 @@ class ConversationStats:
 
     turns: np.ndarray  # [n], answers of the model in each
     segments: float
-    """Sequences of the update that a conversation becomes, on average."""
+    """Sequences per conversation in the update, on average."""
     stops: Mapping[str, float]
-    """Share of conversations by the reason for which they ended."""
+    """Share of conversations by finish reason."""
     failed: int
     """Conversations that failed through no fault of the model, after all retries."""
     drawn_share: float
-    """Share of the tokens after prompts that the model drew."""
+    """Share of the tokens after prompts that the model generated."""
     environments: EnvironmentStats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LevelStats:
-    """A level of a curriculum, or a task of a mixture by progress, in a step."""
+    """Statistics of a curriculum level, or of a task with `data.progress`, in a step."""
 
     share: float
-    """Share of the step's prompts of all tasks."""
+    """Share of all prompts of the step."""
     correct: float | None
-    """Share of right answers; None where all conversations failed through no fault of the model."""
+    """Share of right answers; None if all conversations failed through no fault of the model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,38 +110,65 @@ class CarryStats:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardKl:
-    """The KL to the reference that `kl: k1_reward` charges to each completion."""
+class RewardPenalty:
+    """The penalty that `kl: k1_reward` subtracts from a step's rewards: `kl_coef` times each completion's KL to the
+    reference.
+    """
 
-    sums: np.ndarray  # [N, G], sampled - reference log-probability, summed over each completion's tokens
+    kl: np.ndarray  # [N, G], log-ratios of the sampler to the reference, summed over each completion's tokens
+    penalties: np.ndarray  # [N, G]
+    rewards: np.ndarray  # [N, G], minus the penalties
     num_tokens: int
 
     @property
-    def mean(self) -> float | None:
-        """Per token, in nat; None without tokens."""
-        return float(np.sum(self.sums)) / self.num_tokens if self.num_tokens else None
+    def mean_kl(self) -> float | None:
+        """Mean KL per token, in nat; None without tokens."""
+        return float(np.sum(self.kl)) / self.num_tokens if self.num_tokens else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenCounts:
+    """What the row positions of an update contain."""
+
+    trained: int
+    prompt: int
+    padding: int
+    demonstrated: int = 0
+    """Tokens of mixed-in demonstrations."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchSeconds:
+    """Seconds for turning a step's groups into batches."""
+
+    batch_s: float = 0.0
+    """Seconds for packing samples into rows and sending them to the devices."""
+    score_s: float = 0.0
+    advantages_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueStats:
-    """A critic's values before a step's first update, beside what it learns; means over drawn tokens."""
+    """Estimated values before a step's first update, and the returns that they are trained on; means over sampled
+    tokens.
+    """
 
     value: float
     returned: float
-    """Of what it learns."""
+    """Mean of the returns."""
     explained_variance: float | None
-    """1 - variance of (return - value) / variance of the return; None where all returns are equal."""
+    """1 - variance of (return - value) / variance of the return; None if all returns are equal."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnerStats:
-    """Statistics of the optimizer steps of a trained model beside the policy, means weighted by their tokens."""
+    """Statistics of the optimizer steps of a trained model other than the policy; means are weighted by tokens."""
 
     loss: float
     clip_fraction: float
     gradient_norm: float
     learning_rate: float
-    """At the last of them."""
+    """Learning rate at the last optimizer step."""
     update_s: float
 
 
@@ -153,25 +181,17 @@ class BatchStats:
     """Groups with equal rewards, before any penalty."""
     dropped_groups: int
     sequences: int
-    """Completions in the update."""
-    trained_tokens: int
-    prompt_tokens: int
-    padding_tokens: int
+    """Number of completions in the update."""
+    tokens: TokenCounts
     kept: np.ndarray  # [n], indices in the step of the groups in the update
     advantages: np.ndarray  # [n G], advantages of their completions
-    penalties: np.ndarray | None  # [N G], penalties of `kl: k1_reward`
-    penalised_rewards: np.ndarray | None  # [N G], rewards minus penalties
-    reward_kl: RewardKl | None
-    demonstrated_tokens: int = 0
-    """Tokens of demonstrations that are mixed in."""
-    teacher_kl: float | None = None
-    """Mean over the trained tokens of the policy's minus the teacher's log-probability; None without a teacher."""
+    penalty: RewardPenalty | None
+    """The KL penalty; None unless `kl` is `k1_reward`."""
+    taught_kl: float | None = None
+    """Mean over the trained tokens of the policy's log-probability minus the teacher's; None without a teacher."""
     values: ValueStats | None = None
-    """None without a critic."""
-    batch_s: float = 0.0
-    """Seconds for packing samples into rows and sending them to the devices."""
-    score_s: float = 0.0
-    advantages_s: float = 0.0
+    """Statistics of estimated values; None unless values are learned."""
+    seconds: BatchSeconds = BatchSeconds()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,9 +202,9 @@ class UpdateStats:
     tokens: float = 0.0
     """Tokens in the losses, counted once per update."""
     loss: float = 0.0
-    """Mean over the updates, weighted by their tokens."""
+    """Mean loss over the updates, weighted by their tokens."""
     gradient_norm: float = 0.0
-    """Mean over the updates, like `update_norm`."""
+    """Mean gradient norm over the updates, as for `update_norm`."""
     update_norm: float = 0.0
     logprob_gap: float = 0.0
     """Mean |trainer's - sampler's log-probability|, in nats, over the step's first update only.
@@ -193,15 +213,15 @@ class UpdateStats:
     """
     logprob_gap_max: float = 0.0
     token_means: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Mean over tokens of every other statistic of `train_step`, by its name there."""
+    """Means over tokens of the other statistics of `train_step`, by name."""
     learning_rate: float = 0.0
-    """At the last update; without updates, what it would have been."""
+    """Learning rate of the last update; without updates, the rate that it would have had."""
     update_s: float = 0.0
     learners: Mapping[str, LearnerStats] = dataclasses.field(default_factory=dict)
-    """Those of the models beside the policy that were updated, by the name of their role."""
+    """Statistics of the other updated models, by role name."""
 
     def then(self, later: "UpdateStats") -> "UpdateStats":
-        """Combine with the statistics of later updates; both have at least one.
+        """Combine with the statistics of later updates; both must have at least one update.
 
         Means over tokens are weighted by tokens, means over weights by updates.
         """
@@ -231,6 +251,20 @@ class UpdateStats:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSeconds:
+    """Times of a whole step in seconds."""
+
+    step_s: float
+    cpu_s: float
+    """CPU time of the trainer, over all threads."""
+    sync_s: float
+    checkpoint_s: float | None
+    """How long the loop waited for the previous step's checkpoint; None if that step was not saved."""
+    mean_step_s: float | None = None
+    """Mean seconds of the last ten steps; None before the tenth step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepStats:
     """All measurements of a step."""
 
@@ -238,40 +272,34 @@ class StepStats:
     rolled: RolloutStats
     batched: BatchStats
     updated: UpdateStats
-    step_s: float
-    cpu_s: float
-    sync_s: float
-    checkpoint_s: float | None
-    """Seconds that the loop waited for the previous step's checkpoint; None: that step saved none."""
-    mean_step_s: float | None = None
-    """Mean of the last ten steps; None before the tenth."""
+    seconds: StepSeconds
     carried: CarryStats | None = None
-    """None without carry-over."""
+    """Ages of completions; None without carry-over."""
     conversations: ConversationStats | None = None
-    """None where prompts are answered once."""
+    """Statistics of conversations; None if prompts are answered only once."""
     levels: Mapping[str, LevelStats] = dataclasses.field(default_factory=dict)
-    """Levels of curricula that prompts were drawn from, by label."""
+    """The curriculum levels that prompts were drawn from, by label."""
     memory: tuple[int, int] | None = None
     """Bytes in use and at peak on the fullest device; None if devices do not report them (CPU)."""
     host_memory: tuple[int, int] | None = None
-    """Resident bytes of the trainer's process, now and at peak, on the fullest host; None where there is no /proc."""
+    """Resident bytes of the trainer's process, now and at peak, on the fullest host; None on systems without /proc."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskScores:
-    """A task's evaluation scores; shares are of all questions, 0 to 1."""
+    """A task's evaluation scores; shares (0 to 1) are relative to all questions."""
 
     accuracy: float
     accuracy_interval: tuple[float, float]
     completed_accuracy: float
     avg_at_k: float | None
-    """None without sampled answers, like the next two."""
+    """Mean correctness of sampled answers; None without them, like the next two."""
     pass_at_k: float | None
     pass_at_k_interval: tuple[float, float] | None
     passes: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     """pass@j for each j from 1 to k, by j; empty without sampled answers."""
     scores: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
-    """The mean of each part of the reward but `correct`, before its weight."""
+    """The mean of each part of the reward except `correct`, before its weight."""
     questions: int
     too_long: int
     """Questions that were too long to ask, and count as wrong."""
@@ -281,17 +309,20 @@ class TaskScores:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceStats:
-    """The rewards beta x log-ratio of policy to reference of held-out preferences; means, None where there are none."""
+    """The mean rewards of held-out preferences; None without such completions.
+
+    A reward is beta times the log-ratio of the policy to the reference.
+    """
 
     chosen: float | None
-    """Of chosen, or of desirable completions."""
+    """Mean reward of chosen, or of desirable, completions."""
     rejected: float | None
     accuracy: float | None
     """Share of pairs whose chosen completion has the larger reward; None for labelled completions."""
 
     @property
     def margin(self) -> float | None:
-        """The chosen ones' mean minus the rejected ones'."""
+        """The mean of chosen completions minus that of rejected ones."""
         return None if self.chosen is None or self.rejected is None else self.chosen - self.rejected
 
 
@@ -304,9 +335,9 @@ class EvaluationStats:
     reward_s: float
     step_s: float
     preferences: PreferenceStats | None = None
-    """Of held-out preferences, in a run that learns from them."""
+    """Results on held-out preferences, in a run that learns from preferences."""
 
     @property
     def accuracy(self) -> float:
-        """The mean over tasks, 0 to 1."""
+        """Mean accuracy over tasks, 0 to 1."""
         return float(np.mean([scores.accuracy for scores in self.tasks.values()]))

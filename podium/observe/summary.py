@@ -32,7 +32,7 @@ CHART_ROWS = 5
 """Rows of bars in the chart; axis and legend take three more."""
 LABEL_WIDTH = 8
 FILES = (CURVE, METRICS, SAMPLES, CONFIG, "checkpoints")
-"""Files of a run's folder to name in the summary: those that fit on a line. docs/metrics.md lists the rest."""
+"""Files of a run's folder that the summary names; docs/metrics.md lists the others."""
 
 
 def save_summary(folder: Path) -> None:
@@ -41,7 +41,7 @@ def save_summary(folder: Path) -> None:
 
 
 class RewardRange(TypedDict):
-    """The reward of a run's first and last step; None: it has none."""
+    """The reward of a run's first and last step; None if it has no steps."""
 
     first: float | None
     last: float | None
@@ -109,7 +109,7 @@ class _Settings(TypedDict):
 
 
 def _settings(folder: Path) -> _Settings:
-    """The settings as written by the run, which may not be valid in this version."""
+    """Read the settings that the run wrote; they may be invalid in this version."""
     return yaml.safe_load((folder / CONFIG).read_text())
 
 
@@ -141,7 +141,7 @@ def commit() -> str | None:
             text=True,
             timeout=10,
         )
-    except (OSError, subprocess.TimeoutExpired):  # no git, or the checkout's disk does not respond
+    except (OSError, subprocess.TimeoutExpired):  # git is missing, or the disk does not respond
         return None
     return described.stdout.strip() or None
 
@@ -156,7 +156,7 @@ def print_summary(folder: Path, console: Console) -> None:
     width = min(console.width, MAX_WIDTH)
     rows: list[RenderableType] = [_headline(history)]
     bars, marks, legend = REWARD, ACCURACY, _legend("reward of each step", "accuracy, held out")
-    if PAIRS in history:  # answers of preferences earn nothing
+    if PAIRS in history:  # preferences have no rewards
         bars, marks, legend = PAIRS, HELD_OUT_PAIRS, _legend("pairs in order of each step", "held out")
     if bars in history:
         curve = reward_curve(history.points(bars), history.points(marks), width=width - 6, height=CHART_ROWS)
@@ -181,7 +181,7 @@ def print_summary(folder: Path, console: Console) -> None:
 
 
 def how_to_continue(folder: Path) -> str:
-    """The command, or the argument of the same call in Python, that continues a run from its last checkpoint."""
+    """How to continue a run from its last checkpoint: a command, or the argument to add to the Python call."""
     if _names_session_objects(_settings(folder)):
         return f"repeat the call with {_name_argument(folder)}"
     return continue_command(folder)
@@ -192,7 +192,7 @@ def _name_argument(folder: Path) -> str:
 
 
 def _names_session_objects(value: object) -> bool:
-    """Whether settings name an object that only the Python session of the run has."""
+    """Whether settings name an object that exists only in the run's Python session."""
     if isinstance(value, dict):
         return any(map(_names_session_objects, (*value, *value.values())))
     if isinstance(value, list):
@@ -247,7 +247,7 @@ def _folded(text: str, width: int) -> str:
 
 
 def _files(folder: Path) -> Text:
-    """The run's folder, with the names of the files to open first."""
+    """The run's folder, with the names of the most useful files."""
     found = ", ".join(name for name in FILES if (folder / name).exists())
     return Text.assemble((f"{folder}/ ", "bold"), (found, "dim"))
 

@@ -1,4 +1,4 @@
-"""Text for terminals: one printable line of what a model wrote, values as bars, seconds."""
+"""Text for terminals: printable one-line excerpts, bars for values, and durations."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from podium.terminal import printable
 
 BARS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
-"""A blank, and one to eight eighths of a cell."""
+"""Bars of zero to eight eighths of a cell."""
 ELLIPSIS = " [...] "
 
 
@@ -49,7 +49,7 @@ def clock(seconds: float) -> str:
 
 
 def ago(seconds: float) -> str:
-    """Format how long ago something was, in the largest unit of which it is two: `90 s ago`, `3 h ago`."""
+    """Format how long ago something was, in the largest unit that fits at least twice: `90 s ago`, `3 h ago`."""
     for size, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds // size:.0f} {unit} ago"

@@ -37,13 +37,13 @@ POLL_S = 1.0
 PING_S = 15.0
 """Maximum seconds between two messages, so that a closed connection is noticed."""
 REST = 20.0
-"""Wait this many times a report's duration before making the next one, to leave the machine to training."""
+"""After making a report, wait this many times its duration before the next one, to leave the machine to training."""
 PATIENCE_S = 3.0
-"""Seconds in which a run's files must respond."""
+"""Seconds within which a run's files must respond."""
 REPORT_S = 60.0
-"""Seconds in which a report must be made."""
+"""Seconds within which a report must be made."""
 READS = 32
-"""Maximum number of file reads waited for at a time."""
+"""Maximum number of concurrent file reads."""
 REPORTS = 16
 """Maximum number of reports kept."""
 COOKIE = "podium_token"
@@ -92,11 +92,11 @@ class Reader:
                 future.set_result(result)
             else:
                 future.set_exception(error)
-                future.exception()  # otherwise asyncio logs it if all callers have left
+                future.exception()  # otherwise asyncio logs it if all callers are gone
 
         try:
             loop.call_soon_threadsafe(give)
-        except RuntimeError:  # the server has ended
+        except RuntimeError:  # the server has stopped
             return
 
 
@@ -104,7 +104,7 @@ class LiveRuns:
     """The runs in a folder, and the newest report of each run or comparison, shared by all clients."""
 
     def __init__(self, folder: Path):
-        """Read nothing yet."""
+        """Does not read anything yet."""
         self.folder = folder
         self._reader = Reader()
         self._lines: dict[str, RunLine] = {}
@@ -131,7 +131,7 @@ class LiveRuns:
         if len(set(names)) < len(names):
             return None
         there = await self._reader.call("names", self._names, PATIENCE_S)
-        if not all(name in there for name in names):  # never a path made up by a client
+        if not all(name in there for name in names):  # never a path that a client made up
             return None
         checks = (
             self._reader.call(("is run", name), lambda name=name: is_run(self.folder / name), PATIENCE_S)
@@ -151,14 +151,16 @@ class LiveRuns:
                 return made[3]
             start, folders = time.monotonic(), [self.folder / name for name in names]
             content = await self._reader.call(("report", names), lambda: report_object(folders), REPORT_S)
-            self._made.pop(names, None)  # so that the order is that of creation
+            self._made.pop(names, None)  # keeps the order that of creation
             self._made[names] = (version, time.monotonic(), time.monotonic() - start, content)
             if len(self._made) > REPORTS:
                 del self._made[next(iter(self._made))]
             return content
 
     async def events(self, names: Names) -> AsyncIterator[str]:
-        """Yield a server-sent event at each change of the runs, and their state in between, until the client leaves."""
+        """Yield a server-sent event at each change of the runs, and their state in between, until the client
+        disconnects.
+        """
         seen, said = await self.version(names), time.monotonic()
         yield f"event: state\ndata: {await self._state(names)}\n\n"
         while True:
@@ -166,7 +168,7 @@ class LiveRuns:
             try:
                 version, doing = await self.version(names), await self._state(names)
             except TimeoutError:
-                version, doing = seen, "the files of the run do not answer"
+                version, doing = seen, "the run's files do not respond"
             if version != seen or time.monotonic() - said >= PING_S:
                 kind = "event: state\n" if version == seen else ""
                 seen, said = version, time.monotonic()
@@ -196,9 +198,9 @@ class LiveRuns:
 
 
 def make_app(folder: Path, *, token: str | None = None, hosts: tuple[str, ...] = LOOPBACK) -> "Starlette":
-    """The ASGI application that serves the runs in `folder`; with a token, only to clients that present it.
+    """The ASGI application that serves the runs in `folder`; with a token, only to clients that present the token.
 
-    `hosts` are the accepted Host headers (empty: any). Other hosts are refused, so that no page of another site can
+    `hosts` are the accepted Host headers (empty: any). Other hosts are refused, so that pages of other sites cannot
     reach a loopback server through DNS rebinding.
     """
     from starlette.applications import Starlette
@@ -258,18 +260,18 @@ def _guarded(handler: Handler, token: str | None, hosts: tuple[str, ...]) -> Han
         try:
             return await handler(request)
         except TimeoutError:
-            return PlainTextResponse("the files of the run do not answer; is their drive still there?", status_code=503)
+            return PlainTextResponse("the run's files do not respond; is their drive still mounted?", status_code=503)
 
     async def answer(request: "Request") -> "Response":
         if not knows_host(request.headers.get("host", ""), hosts):
-            return PlainTextResponse("this server answers to localhost only", status_code=421)
+            return PlainTextResponse("this server only answers to localhost", status_code=421)
         if token is None or is_token(request.cookies.get(COOKIE, ""), token):
             return await handled(request)
         if is_token(request.query_params.get("token", ""), token):
             response = RedirectResponse(request.url.path, status_code=303)
             response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
             return response
-        return PlainTextResponse("give the token: /?token=...", status_code=401)
+        return PlainTextResponse("add the token to the address: /?token=...", status_code=401)
 
     return answer
 

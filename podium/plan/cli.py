@@ -24,7 +24,7 @@ Machines = Annotated[
         "--on",
         "--tpu",
         metavar="NAME[,NAME]",
-        help="Machines to plan for: v6e-8, v5litepod-16, h100-8, a100-80-16, ...; auto: the cheapest that fit.",
+        help="Machines to plan for: v6e-8, 2xv6e-16 (two slices), h100-8, a100-80-16, ...; auto: the cheapest.",
     ),
 ]
 Settings = Annotated[

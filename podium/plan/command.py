@@ -49,14 +49,14 @@ FITS, TOO_LARGE = 0, 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """What to find beside the plans; of `largest`, `compare` and `fit` at most one."""
+    """What to find in addition to the plans; at most one of `largest`, `compare` and `fit`."""
 
     largest: str | None = None
     """The setting whose largest value that fits is searched."""
     compare: str | None = None
     """`KEY=a,b,c`: the values to compare."""
     fit: bool = False
-    """Whether the fastest settings that fit are searched."""
+    """Whether to search for the fastest settings that fit."""
     write: Path | None = None
     """The file for the settings that fit."""
     suggest: bool | None = None

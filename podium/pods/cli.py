@@ -1,4 +1,4 @@
-"""The group `podium pod`. Its commands (`podium.pods.commands`) are imported when one of them is used."""
+"""The group `podium pod`. Its commands (`podium.pods.commands`) are imported only when one is used."""
 
 import typer
 from typer.core import TyperGroup

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from podium.job.job_records import STOPPED, JsonObject, Status, first_failure
+from podium.patience import patiently
 from podium.pods.clusters import k8s_manifest, slurm_script
 from podium.pods.endings import Endings
 from podium.pods.gcloud import GcloudError
@@ -24,7 +25,7 @@ from podium.pods.launch import LOG_BYTES, JobStatus, poll, read_log, stop_job
 from podium.pods.options import Common, Rent, RunOptions, flattened
 from podium.pods.project import Project, open_project
 from podium.pods.rehearsal import Placeholders
-from podium.pods.remote import RemoteError
+from podium.pods.remote import RemoteError, UnusableError
 from podium.pods.rental import new_order, rent_slice, zones_of
 from podium.pods.run_command import run_config
 from podium.pods.sky import sky_task
@@ -38,7 +39,7 @@ POLL_S = 5.0
 WHOLE_LOG_BYTES = 2**23
 """Bytes per read when printing a whole log."""
 WITHOUT_MACHINES_S = 86400.0
-"""Seconds for which a slice without machines is kept in addition."""
+"""Seconds that a slice without machines is kept beyond its lease."""
 LINE_BYTES = 300
 """Assumed length of a log line, to read the last N lines."""
 
@@ -66,8 +67,8 @@ class StatusAnswer:
 @app.command()
 @flattened
 def up(name: Name, rent: Rent, common: Common) -> None:
-    """Rent a slice and wait until it is ready. If you already have one of that name, wait for that."""
-    project = open_project(common, Placeholders(name=name, exists=False, zones=rent.zones or ()))
+    """Rent a slice and wait until it is ready. If you already have a slice of that name, wait for that one."""
+    project = open_project(common, Placeholders(name=name, exists=False, zones=rent.zones or ()), follows=True)
     zones = zones_of(rent, project.slices, project.zone)
     tpu_slice = rent_slice(project.slices, new_order(name, rent, project.slices, zones), zones)
     machines = f"{len(tpu_slice.addresses)} machine{'s' if len(tpu_slice.addresses) > 1 else ''}"
@@ -78,9 +79,9 @@ def up(name: Name, rent: Rent, common: Common) -> None:
 @app.command()
 @flattened
 def run(config: ConfigFiles, rent: Rent, options: RunOptions, common: Common, settings: Settings = None) -> None:
-    """Send code and config, start on all machines and follow to the end. With --type, rent a slice first.
+    """Send code and config, start the run on all machines, and follow it to the end. With --type, rent a slice first.
 
-    The same command again, from any laptop, follows the run that it started. Ctrl-C stops following; the run
+    If repeated, from any laptop, the command follows the run that it started. Ctrl-C stops following; the run
     continues. Exit status: the run's own, or 130 after Ctrl-C.
     """
     raise typer.Exit(run_config(load_settings(config, settings or [], elsewhere=True), rent, options, common))
@@ -96,7 +97,7 @@ def status(common: Common, name: AnyName = None, as_json: AsJson = False) -> Non
         tpu_slice = project.slices.locate(name)
     except SliceError:
         machines = [each for each in keepers(project, name) if project.slices.is_ours(each)]
-        if not as_json and machines:  # one is renting the slice right now, or could not get it
+        if not as_json and machines:  # one is renting the slice right now, or failed to
             project.answer(slice_table(machines, project.slices.owner, now))
         raise
     job = poll(project.remote(tpu_slice)) if tpu_slice.state == "ready" else JobStatus(workers=())
@@ -148,7 +149,9 @@ def logs(
 @app.command()
 @flattened
 def stop(common: Common, name: AnyName = None) -> None:
-    """Stop the run: it saves and can be continued. Machines are kept, unless --keep-alive rented them for it."""
+    """Stop the run, which saves and can be continued. Machines are kept, unless --keep-alive rented them for
+    the run.
+    """
     project = open_project(common, Placeholders(name=name))
     slices = project.slices
     tpu_slice = slices.locate(name)
@@ -156,51 +159,54 @@ def stop(common: Common, name: AnyName = None) -> None:
     mark = f"{STOP}{project.world.random_word('WORD')}"
     if tpu_slice.run is not None:
         project.note("so that no command starts it elsewhere:")
-        Endings(slices.gcloud, tpu_slice.labels.get(BUCKET), tpu_slice.run, project.say).add(
-            STOPPED, mark.removeprefix(STOP)
-        )
+        Endings(slices, tpu_slice.labels.get(BUCKET), tpu_slice.run).add(STOPPED, mark.removeprefix(STOP))
         if tpu_slice.state == "waiting" and slices.withdraw(tpu_slice):
             return project.answer(f"{where} was {tpu_slice.detail}, so nothing ran; the request is withdrawn")
         tpu_slice = slices.now(tpu_slice) or tpu_slice
     if tpu_slice.state != "ready":
         raise SliceError(
             f"{where} is not ready ({tpu_slice.detail}), so nothing runs there; podium pod down {tpu_slice.title} "
-            "deletes it, and keeps --keep-alive from waiting for it"
+            "deletes it, so that --keep-alive no longer waits for it"
         )
     remote = project.remote(tpu_slice)
     try:
         if not tpu_slice.doomed:
             project.note("so that no command restarts it:")
             slices.label(tpu_slice, {STATE: mark})
-        before = poll(remote)
-        after = stop_job(remote, None, clock=project.clock, say=project.say)
+        after = patiently(
+            lambda: stop_job(remote, None, clock=project.clock, say=project.say),
+            f"the workers of {tpu_slice.name}",
+            may_pass=lambda error: isinstance(error, UnusableError),
+            clock=project.clock,
+            say=project.say,
+        )
         now = slices.now(tpu_slice)
     except (RemoteError, GcloudError):
         if (now := slices.now(tpu_slice)) is None or now.state == "deleting":
             return project.answer(f"{where} has been deleted by the command that kept its run alive")
         raise
-    if now is not None and not now.doomed and now.mark != mark:  # another command wrote the labels as they were before
-        raise SliceError(f"{where} no longer says that it was stopped; run the command again")
-    if before.name is None:
+    if now is not None and not now.doomed and now.mark != mark:  # another command has restored old labels
+        raise SliceError(f"{where} is no longer marked as stopped; run the command again")
+    if after.name is None:
         return project.answer(f"no job has been started on {remote.name}")
     rented = f"is still rented: podium pod down {tpu_slice.title} deletes it"
     if now is None or now.doomed or now.state == "deleting":
         rented = "is deleted by the command that kept its run alive"
-    project.answer(f"{before.name} has ended on all {remote.workers} workers ({after.outcome}); {where} {rented}")
+    project.answer(f"{after.name} has ended on all {remote.workers} workers ({after.outcome}); {where} {rented}")
 
 
 @app.command()
 @flattened
 def down(name: Name, common: Common) -> None:
-    """Delete a slice of yours and the machine that keeps its run alive, and verify that they are gone."""
+    """Delete a slice of yours and the machine that keeps its run alive, and verify that they no longer exist."""
     project = open_project(common, Placeholders(name=name, keeper=machine_name(name)))
-    project.note("what keeps its run alive, if anything does:")
+    project.note("the machine that keeps its run alive, if there is one:")
     if not os.environ.get(OWNER_VARIABLE) and (keeper := delete_keeper(project, name)):
         project.say(f"deleted {keeper}, which kept its run alive")
     run = os.environ.get(RUN_VARIABLE)
     for each in project.slices.titled(name):
-        if each.run is not None and run in (None, each.run):  # a command that keeps its run alive may be asleep
-            endings = Endings(project.slices.gcloud, each.labels.get(BUCKET), each.run, project.say)
+        if each.run is not None and run in (None, each.run):  # a sleeping command may keep the run alive
+            endings = Endings(project.slices, each.labels.get(BUCKET), each.run)
             endings.add(1, project.world.random_word("WORD"))
     deleted = project.slices.down(name, run)
     listed = ", ".join(f"{each.name} in {each.zone}" for each in deleted)
@@ -237,9 +243,9 @@ def ls(
 @flattened
 def reap(
     common: Common,
-    everyone: Annotated[bool, typer.Option("--all", help="Also delete what Podium rented for other people.")] = False,
+    everyone: Annotated[bool, typer.Option("--all", help="Also delete what other people rented with Podium.")] = False,
 ) -> None:
-    """Delete slices on which nothing has run for the length of their lease."""
+    """Delete slices on which no job has run for the length of their lease."""
     project = open_project(common, Placeholders())
     slices = project.slices
     deleted = []
@@ -249,18 +255,18 @@ def reap(
         project.note("for every slice that is ready:")
         if (idle_s := _idle_s(project, each)) is None or idle_s < each.idle_s:
             continue
-        project.say(f"deleting {each.name} in {each.zone}: nothing has run there for {idle_s / HOUR_S:.1f} h")
-        project.note("for every slice whose lease has expired; the second if it was not queued:")
+        project.say(f"deleting {each.name} in {each.zone}: no job has run there for {idle_s / HOUR_S:.1f} h")
+        project.note("for every slice whose lease has expired (the second command if it was not queued):")
         slices.give_up(each, LOST)
         deleted.append(each.name)
     project.answer(f"deleted {', '.join(deleted)}" if deleted else "nothing was deleted")
 
 
 def _idle_s(project: Project, tpu_slice: Slice) -> float | None:
-    """Seconds since something last ran on a slice, by its machines' clocks; None: something runs, or it is unknown.
+    """Seconds since a job last ran on a slice, by its machines' clocks; None if a job is running, or if it is unknown.
 
-    A slice without machines costs nothing. A command that keeps its run alive may be replacing it, and this machine's
-    clock may be wrong, so a day is taken off.
+    A slice without machines costs nothing, a command may be about to replace it, and this machine's clock may be wrong;
+    so a day is subtracted for such slices.
     """
     if tpu_slice.created is None or tpu_slice.state in ("waiting", "creating", "deleting"):
         return None
@@ -272,12 +278,12 @@ def _idle_s(project: Project, tpu_slice: Slice) -> float | None:
         job = poll(remote)
         times = [reply.text.strip() for reply in remote.ask("date +%s").values()]
     except GcloudError as error:
-        if error.gone:  # since it was listed
+        if error.gone:  # deleted since it was listed
             return None
         raise
     if job.running or job.silent or not times:
         if not job.running:
-            project.say(f"{tpu_slice.name} in {tpu_slice.zone} is kept: its machines do not answer")
+            project.say(f"{tpu_slice.name} in {tpu_slice.zone} is kept: its machines do not respond")
         return None
     used = [status[when] or 0.0 for status in job.workers if status for when in ("created", "ended")]
     return min(map(float, filter(str.isdecimal, times)), default=created) - max(created, *used)
@@ -303,8 +309,10 @@ def sky(
     config: ConfigFiles,
     type: Annotated[str, typer.Option(metavar="TYPE", help="Accelerator type, such as v6e-16.")],
     settings: Settings = None,
-    zone: Annotated[str | None, typer.Option(metavar="ZONE", help="Unset: SkyPilot finds one.")] = None,
-    spot: Annotated[bool, typer.Option("--spot/--on-demand", help="Cheaper but preemptible, or not.")] = True,
+    zone: Annotated[str | None, typer.Option(metavar="ZONE", help="Zone; unset: SkyPilot chooses one.")] = None,
+    spot: Annotated[
+        bool, typer.Option("--spot/--on-demand", help="Whether to rent cheaper but preemptible machines.")
+    ] = True,
     runtime: Annotated[
         str | None, typer.Option("--runtime-version", metavar="VERSION", help="TPU software version; unset: by type.")
     ] = None,
@@ -318,10 +326,10 @@ def sky(
 def slurm(
     config: ConfigFiles,
     settings: Settings = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines, with a process on each.")] = 1,
-    gpus: Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs of each machine; 0: none.")] = 0,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines, with one process each.")] = 1,
+    gpus: Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs per machine; 0: request none.")] = 0,
     time: Annotated[
-        str, typer.Option(metavar="TIME", help="Limit, after which it saves and is requeued.")
+        str, typer.Option(metavar="TIME", help="Time limit, after which the job saves and is requeued.")
     ] = "24:00:00",
     python: Annotated[str, typer.Option(metavar="PATH", help="Python with Podium's dependencies.")] = "python",
 ) -> None:
@@ -333,15 +341,19 @@ def slurm(
 @app.command()
 def k8s(
     config: ConfigFiles,
-    type: Annotated[str, typer.Option(metavar="TYPE", help="Accelerator type, such as v6e-16 or h100-8.")],
-    image: Annotated[str, typer.Option(metavar="IMAGE", help="Container image with Podium and its dependencies.")],
+    type: Annotated[
+        str, typer.Option(metavar="TYPE", help="Accelerator type, such as v6e-16, 2xv6e-16 (two slices) or h100-8.")
+    ],
+    image: Annotated[
+        str, typer.Option(metavar="IMAGE", help="Container image with Podium and its dependencies; see Dockerfile.")
+    ],
     settings: Settings = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines with GPUs; a TPU type has its own number.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Multiple of the GPU type; for a TPU, leave it out.")] = 1,
     claim: Annotated[
         str | None, typer.Option(metavar="NAME", help="PersistentVolumeClaim that is mounted at runs_dir.")
     ] = None,
     spot: Annotated[bool, typer.Option("--spot/--on-demand", help="Which machines the node pool has.")] = True,
 ) -> None:
-    """Print the config as a JobSet for GKE, which rents GPUs too and is the only way to rent TPU7x."""
+    """Print the config as a JobSet for Kubernetes: for GKE's TPUs and GPUs, several slices, or any nodes with GPUs."""
     loaded = load_settings(config, settings or [], elsewhere=True)
     print(k8s_manifest(loaded.config, type, nodes=nodes, image=image, claim=claim, spot=spot), end="")

@@ -1,15 +1,16 @@
-"""Records that a run is over, in its bucket, where every command looks before it rents or starts anything.
+"""Records in a run's bucket that the run is over; every command checks these before it rents or starts anything.
 
-A label goes with its slice, so it does not reach a command that was asleep while the slice existed. A record is an
-empty object, gs://BUCKET/podium-over/RUN.STATUS.WORD: a new one for each stop and each end, never deleted. A command
-obeys the records that were not there when it began. Runs whose folder is in no bucket of Google's have no records.
+A label is deleted with its slice, so a command that was asleep while the slice existed never sees it. A record is an
+empty object, gs://BUCKET/podium-over/RUN.STATUS.WORD: each stop and each end adds one, and none is ever deleted. A
+command obeys the records that did not exist when it began. Runs whose folder is not in a Google bucket have no records.
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from podium.pods.gcloud import ApiAnswer, Gcloud, GcloudError
+from podium.pods.gcloud import ApiAnswer, GcloudError
 from podium.pods.inventory import LABEL_LENGTH, label_text
+from podium.pods.slices import Slices
 
 GOOGLE = "gs://"
 FOLDER = "podium-over"
@@ -18,46 +19,50 @@ FOLDER = "podium-over"
 class Endings:
     """The records of one run."""
 
-    def __init__(self, gcloud: Gcloud, bucket: str | None, run: str, say: Callable[[str], None]) -> None:
-        """`bucket` is a bucket's name; None: the run has none."""
+    def __init__(self, slices: Slices, bucket: str | None, run: str) -> None:
+        """`bucket` is the bucket's name; None if the run's folder is in no bucket."""
         self.known = bucket is not None
-        """Whether it is known here that the run is over, if it is."""
-        self._gcloud = gcloud
+        """Whether the end of the run can be read from the bucket."""
+        self._slices = slices
         self._prefix = f"{GOOGLE}{bucket}/{FOLDER}/{run}."
-        self._say = say
         self._before: set[str] = set()
 
     def begin(self) -> None:
-        """Ignore the records that are there now: a later command overrides them."""
+        """Ignore the existing records, because a later command overrides them."""
         self._before = set(self._names())
 
     def status(self) -> int | None:
-        """The exit status with which the run ended or was stopped since `begin`; None: it is not over."""
+        """The exit status with which the run ended or was stopped since `begin`; None if it is not over."""
         new = set(self._names()) - self._before
         return min((int(name.split(".")[-2]) for name in new), default=None)
 
     def add(self, status: int, word: str) -> None:
         """Record that the run is over."""
         with tempfile.NamedTemporaryFile(prefix="podium-") as empty:
-            self._ask(self._gcloud.argv.put(empty.name, f"{self._prefix}{status}.{word}"))
+            self._ask(self._slices.gcloud.argv.put(empty.name, f"{self._prefix}{status}.{word}"))
 
     def _names(self) -> list[str]:
-        return [each["name"] for each in self._ask(self._gcloud.argv.objects(self._prefix))]
+        return [each["name"] for each in self._ask(self._slices.gcloud.argv.objects(self._prefix))]
 
     def _ask(self, argv: Sequence[str]) -> ApiAnswer:
-        """The answer to a command about the bucket; without permission, say so and do without records from then on."""
+        """Run a command about the bucket and return its answer. Without permission, print that, and ignore records from
+        then on.
+        """
         try:
-            return self._gcloud.ask(argv) if self.known else []
+            return self._slices.ask(argv) if self.known else []
         except GcloudError as error:
             if error.kind not in ("denied", "invalid", "not_found"):
                 raise
-            if error.kind != "not_found":  # otherwise there are no such objects
+            if error.kind != "not_found":  # otherwise the objects do not exist
                 self.known = False
-                self._say(f"stops cannot be recorded in the run's bucket ({error.text}); another laptop may miss one")
+                self._slices.say(
+                    f"stops cannot be recorded in the run's bucket ({error.text}), so commands on other laptops may "
+                    "miss them"
+                )
             return []
 
 
 def bucket_label(runs_dir: str) -> str | None:
-    """The bucket of a run's folder as the value of a label; None: it is in none, or its name does not fit."""
+    """The bucket of a run's folder as a label's value; None if the folder is in no bucket, or the name does not fit."""
     bucket = runs_dir.removeprefix(GOOGLE).partition("/")[0] if runs_dir.startswith(GOOGLE) else ""
     return bucket if bucket and label_text(bucket) == bucket and len(bucket) <= LABEL_LENGTH else None

@@ -22,6 +22,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from podium.patience import Patience
 from podium.pods.inventory import OWNER
 
 # fmt: off
@@ -30,9 +31,9 @@ Kind = Literal[
     "stockout", "invalid", "precondition", "unusable", "ssh_key", "unavailable", "timeout", "unknown",
 ]
 # fmt: on
-"""missing: gcloud is not installed; disk: this machine's disk is full; certificate: this machine does not trust
-Google's certificate; disabled: the API is not enabled; rate: too many requests, may succeed later; unusable: the node
-has ended; unavailable and timeout: the request may or may not have been carried out."""
+"""Kinds of gcloud failures. missing: gcloud is not installed; disk: this machine's disk is full; certificate: this
+machine does not trust Google's certificate; disabled: the API is not enabled; rate: too many requests, may succeed
+later; unusable: the node has ended; unavailable and timeout: the request may or may not have been carried out."""
 _KINDS: tuple[tuple[Kind, str], ...] = (
     # on this machine, as Python reports it: a worker's shell does not print [Errno 28]
     ("disk", r"\[errno (28|122)\]"),
@@ -69,18 +70,20 @@ INCOMPLETE = "WARNING: Some requests did not succeed."
 _WAYS_OUT: Mapping[Kind, str] = {
     "missing": "install the Google Cloud CLI (cloud.google.com/sdk/docs/install) and run: gcloud auth login",
     "project": "name a project with --project, or run: gcloud config set project PROJECT",
-    "disk": "delete something on this machine and run the command again",
+    "disk": "delete something on this machine, and run the command again",
     "certificate": "check this machine's clock, its certificates and its proxy, and run the command again",
     "login": "run: gcloud auth login",
     "disabled": "run: gcloud services enable tpu.googleapis.com, and compute.googleapis.com for --on-vm",
     "denied": "check the zone's name, and that your account has the role TPU Admin (roles/tpu.admin) in the project",
-    "quota": "ask for quota for this type and zone at console.cloud.google.com/iam-admin/quotas, delete slices that "
-    "use it (podium pod ls: dead ones do), or try another zone",
+    "quota": (
+        "request quota for this type and zone at console.cloud.google.com/iam-admin/quotas, delete slices that use "
+        "it (podium pod ls; dead slices count too), or try another zone"
+    ),
     "rate": "wait a minute and run the command again",
     "stockout": "try another zone, or wait longer in the queue with --valid-until",
     "invalid": "check accelerator type, zone and runtime version",
-    "ssh_key": "add the key to your ssh-agent as it says",
-    "unusable": "podium pod down NAME, and rent another",
+    "ssh_key": "add the key to your ssh-agent, as the message says",
+    "unusable": "podium pod down NAME, and rent another slice",
     "unavailable": "run the command again; it first checks what exists",
     "timeout": "run the command again; it first checks what exists",
 }
@@ -92,22 +95,24 @@ class Finished:
 
     argv: tuple[str, ...]
     returncode: int | None
-    """None: it exceeded its time limit and was killed."""
+    """Exit status; None if the command exceeded its time limit and was killed."""
     stdout: str
     stderr: str
 
 
 ApiAnswer = Any
-"""Objects, or a list of them, as the API describes them."""
+"""A JSON object of the API, or a list of them."""
 Runner = Callable[[Sequence[str], float], Finished]
 """Runs a command with a time limit in seconds."""
 
 
 class GcloudError(ValueError):
-    """A gcloud command that failed: gcloud's own message and the way out."""
+    """A gcloud command that failed: the message has gcloud's own and the way out."""
 
     def __init__(self, kind: Kind, text: str):
         self.kind, self.text = kind, text
+        self.waited = False
+        """Whether waiting for this error to pass was in vain."""
         super().__init__("; ".join(filter(None, (f"gcloud: {text}", _WAYS_OUT.get(kind)))))
 
     @property
@@ -122,8 +127,21 @@ class GcloudError(ValueError):
 
     @property
     def lasting(self) -> bool:
-        """Whether the problem is on this machine, so that neither waiting nor another slice would help."""
-        return self.kind in ("missing", "project", "disk", "certificate")
+        """Whether neither waiting nor another slice would help: this machine or this account lacks something."""
+        return self.kind in ("missing", "project", "disk", "certificate", "login", "disabled", "denied")
+
+    def wait_out(self, patience: Patience, *, for_ever: bool = False) -> None:
+        """Wait before the command is repeated; `for_ever`: without a limit if Google cannot be reached.
+
+        Raises this error if waiting cannot help, or has not helped for half an hour.
+        """
+        if self.lasting or self.waited:
+            raise self
+        try:
+            patience.wait(self, self.text, limited=not (for_ever and self.transient))
+        except GcloudError:
+            self.waited = True
+            raise
 
     @property
     def gone(self) -> bool:
@@ -132,7 +150,7 @@ class GcloudError(ValueError):
 
 
 def run_process(argv: Sequence[str], timeout_s: float) -> Finished:
-    """Run a command without input and kill it after `timeout_s` seconds. GcloudError: it is not installed."""
+    """Run a command without input and kill it after `timeout_s` seconds. Raises GcloudError if it is not installed."""
     try:
         process = subprocess.Popen(
             argv,
@@ -162,19 +180,20 @@ class Order:
     """An order for one slice."""
 
     name: str
-    """What the user calls it."""
+    """The user's name for the slice."""
     accelerator: str
     runtime: str
     """Software version of the machines."""
     spot: bool
     queued: bool
-    """As a queued resource, which waits for capacity; otherwise as a node, which fails without capacity."""
+    """Whether to request a queued resource, which waits for capacity, instead of a node, which fails without
+    capacity."""
     valid_until_s: int
     """Seconds after which a queued resource without machines expires."""
     labels: Mapping[str, str]
     service_account: str | None = None
     run: str | None = None
-    """The run that wants it; slices that others were rented for are not used."""
+    """The run to rent it for; slices that were rented for other runs are not used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +221,7 @@ class Argv:
         return self._tpus("locations", "list")
 
     def create(self, order: Order, name: str, zone: str) -> tuple[str, ...]:
-        """The command that rents a slice under a name of its own in a zone."""
+        """The command that rents a slice in a zone under the unique name `name`."""
         common = (
             f"--zone={zone}",
             f"--accelerator-type={order.accelerator}",
@@ -218,7 +237,7 @@ class Argv:
     def delete(self, name: str, zone: str, *, queued: bool, force: bool = True) -> tuple[str, ...]:
         """The command that deletes a queued resource, or a node without one.
 
-        Without `force` it fails if the queued resource has got machines.
+        Without `force`, it fails if the queued resource has machines.
         """
         if queued:
             forced = ("--force",) if force else ()

@@ -1,8 +1,8 @@
 """Joins the nodes and queued resources that the API lists into slices.
 
 `podium.pods.slices` requests the lists, rents and deletes. Everything about a slice is stored in its own labels, so any
-laptop of the owner can use it; slices without these labels are never deleted. All labels but one are set when the slice
-is requested and never change: gcloud updates labels by reading and writing all of them, at two moments.
+laptop of the owner can use it; slices without these labels are never deleted. All labels except one are set when the
+slice is requested and never change, because gcloud updates labels by first reading and later writing all of them.
 """
 
 import dataclasses
@@ -18,26 +18,28 @@ failed: the queued resource will never get machines. Dead and failed slices use 
 
 OWNER = "podium-owner"
 NAME = "podium-name"
-"""What the user calls it. Its own name ends with a random word, so that no two slices ever have the same one."""
+"""Label with the user's name for the slice. The slice's actual name ends with a random word, so that it is never
+reused."""
 RUN = "podium-run"
-"""The run that `--keep-alive` rented it for, which alone uses and deletes it; without it, the user does."""
+"""Label with the run that `--keep-alive` rented the slice for; only that run uses and deletes it. Without this label,
+the user does."""
 IDLE_S = "podium-lease-s"
-"""Seconds without a job after which `podium pod reap` deletes it."""
+"""Label with the seconds without a job after which `podium pod reap` deletes the slice."""
 ZONES = "podium-zones"
-"""Zones in which the slice was requested, in order."""
+"""Label with the zones in which the slice was requested, in order."""
 BUCKET = "podium-bucket"
-"""The bucket of its run, where `podium.pods.endings` records that the run is over."""
+"""Label with the run's bucket, where `podium.pods.endings` records that the run is over."""
 STATE = "podium-state"
 """The only label that changes: `started`, then `stop-WORD` (`podium pod stop`), `end-STATUS` or `lost`.
 
-A command that keeps a run alive sets the last two before it deletes machines; none starts anything there after that.
-"""
+A command that keeps a run alive sets `end-STATUS` or `lost` before it deletes machines; after that, no command starts
+anything there."""
 STARTED, LOST = "started", "lost"
 STOP, END = "stop-", "end-"
 LABEL_LENGTH = 63
 """Maximum length of a label's value: lower-case letters, digits, `-` and `_`."""
 ApiObject = Mapping[str, Any]
-"""A JSON object as the API describes it."""
+"""A JSON object of the API."""
 
 _QUEUED_STATES: Mapping[str, State] = {
     **dict.fromkeys(("CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES"), "waiting"),
@@ -73,21 +75,21 @@ class Slice:
     node: bool
     """Whether a node of this name exists."""
     addresses: tuple[str, ...]
-    """Internal addresses of its machines, by worker number; empty before there are machines."""
+    """Internal addresses of the machines, by worker number; empty before the machines exist."""
     labels: Mapping[str, str]
     created: datetime.datetime | None
-    """When its machines were created, or the request for them."""
+    """When the machines were created, or else requested."""
     requested: datetime.datetime | None
     service_account: str | None = None
 
     @property
     def owner(self) -> str | None:
-        """The owner who rented it with Podium; None: it was not rented with Podium."""
+        """The owner who rented the slice with Podium; None if it was not rented with Podium."""
         return self.labels.get(OWNER)
 
     @property
     def title(self) -> str:
-        """What the user calls it."""
+        """The user's name for the slice."""
         return self.labels.get(NAME, self.name)
 
     @property
@@ -97,33 +99,33 @@ class Slice:
 
     @property
     def run(self) -> str | None:
-        """The run that it was rented for; None: it was rented for any."""
+        """The run that the slice was rented for; None if it was rented for any run."""
         return self.labels.get(RUN)
 
     @property
     def mark(self) -> str:
-        """The label that changes; empty if nothing was started there."""
+        """The value of the label STATE; empty if no job was started on the slice."""
         return self.labels.get(STATE, "")
 
     @property
     def doomed(self) -> bool:
-        """Whether a command that kept its run alive is about to delete it."""
+        """Whether the command that kept the slice's run alive is about to delete the slice."""
         return self.mark == LOST or self.mark.startswith(END)
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds without a job after which it may be deleted; None if the label is missing or not a number."""
+        """Seconds without a job after which the slice may be deleted; None if the label is missing or not a number."""
         text = self.labels.get(IDLE_S, "")
         return float(text) if text.isdecimal() else None
 
     @property
     def zones(self) -> tuple[str, ...]:
-        """The zones in which it was requested, in order."""
+        """The zones in which the slice was requested, in order."""
         return tuple(filter(None, self.labels.get(ZONES, "").split("_"))) or (self.zone,)
 
     @property
     def alive(self) -> bool:
-        """Whether it runs or may still run."""
+        """Whether the slice runs or may still run."""
         return self.state in ("ready", "creating", "waiting")
 
     @property
@@ -133,7 +135,7 @@ class Slice:
 
 
 def owner_label(account: str) -> str:
-    """An account as the value of the owner's label, with a digest that distinguishes `a.b@x` from `a-b@x`."""
+    """The owner label's value for an account, with a digest that distinguishes `a.b@x` from `a-b@x`."""
     return f"{label_text(account)[: LABEL_LENGTH - 9]}-{hashlib.sha256(account.encode()).hexdigest()[:8]}"
 
 
@@ -170,7 +172,7 @@ def read_slices(nodes: Iterable[ApiObject], queued: Iterable[ApiObject]) -> list
             slices.append(_slice(None, node))
     for each in queued:
         slices.append(_slice(each, made.pop(_name_and_zone(each["name"]), None)))
-    slices.extend(_slice(None, node) for node in made.values())  # their queued resource is gone or was not listed
+    slices.extend(_slice(None, node) for node in made.values())  # queued resource deleted or not listed
     return sorted(slices, key=lambda each: (each.zone, each.name))
 
 

@@ -1,6 +1,6 @@
 """Keeps a run alive from a small Google machine instead of a laptop: `podium pod run --keep-alive --on-vm`.
 
-The machine receives the same as workers (code, config, secrets) and runs one job of the agent, which is `podium pod run
+The machine receives what workers receive (code, config, secrets) and runs one job of the agent: `podium pod run
 --keep-alive` with the same config. Its slices have the laptop user's owner label, so every command works from any
 laptop as before. When the run has ended the machine deletes the run's slice and itself; `podium pod down` deletes both
 at any time. After a failure the machine is turned off instead, and its description says why.
@@ -12,14 +12,15 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from podium.patience import patiently
 from podium.pods.gcloud import GcloudError
 from podium.pods.host.jobs import last_line
 from podium.pods.inventory import OWNER, RUN, ApiObject, Slice, State, label_text, machine_name
-from podium.pods.launch import RunSpec, prepare, start
+from podium.pods.launch import RunSpec, SetupError, may_pass, prepare, start
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import Project
 from podium.pods.push import HOME
-from podium.pods.remote import Remote, UnusableError
+from podium.pods.remote import RemoteError
 from podium.pods.slices import SliceError
 from podium.pods.world import OWNER_VARIABLE, RUN_VARIABLE
 
@@ -31,17 +32,15 @@ TOOLS = (
     "{ sudo apt-get update -q && sudo apt-get install -y -q git python3-venv; }"
 )
 TOOLS_S = 900.0
-BOOT_S = 300.0
-POLL_S = 10.0
 END = "podium-end"
 """Key in the machine's metadata under which keep.sh stores the end of its log."""
 _STATES: Mapping[str, State] = {"RUNNING": "ready", "PROVISIONING": "creating", "STAGING": "creating"}
 
 
 def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunOptions, spec: RunSpec) -> None:
-    """Rent a machine in this zone that rents the slice if necessary, starts the run there and keeps it alive.
+    """Rent a machine in this zone, which rents the slice if necessary, starts the run there and keeps it alive.
 
-    Called again, it finds the machine and its job.
+    If called again, it finds the machine and its job.
 
     Raises:
         SliceError: a machine of that name belongs to another owner.
@@ -49,12 +48,20 @@ def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunO
     """
     machine = _rented(project, name, zone, rent)
     remote = project.remote(machine, vm=True)
-    _wait_for(remote, project)
-    remote.ask_all(TOOLS, "installing git", timeout_s=TOOLS_S)
+
+    def prepared() -> tuple[str, bool]:
+        remote.warm_up()
+        try:
+            remote.ask_all(TOOLS, "installing git", timeout_s=TOOLS_S)
+        except RemoteError as error:
+            raise SetupError(str(error)) from None
+        return prepare(remote, own, clock=project.clock, say=project.say, stop=f"podium pod down {name}")
+
     own = keeper_spec(
         machine.name, machine.zone, owner=project.slices.owner, name=name, rent=rent, options=options, spec=spec
     )
-    job, needed = prepare(remote, own, clock=project.clock, say=project.say, stop=f"podium pod down {name}")
+    what = f"{machine.name}, and what its setup needs"
+    job, needed = patiently(prepared, what, may_pass=may_pass, clock=project.clock, say=project.say)
     if needed:
         start(remote, own, job, say=project.say)
     project.answer(
@@ -66,9 +73,9 @@ def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunO
 
 
 def delete_keeper(project: Project, slice_name: str) -> str | None:
-    """Delete our machine that keeps the slice's run alive; returns its name, or None if there is none.
+    """Delete our machine that keeps the slice's run alive; returns its name, or None if it does not exist.
 
-    Without permission to list machines, say so and return None.
+    Without permission to list machines, prints that and returns None.
     """
     for machine in keepers(project, slice_name):
         if machine.owner == project.slices.owner:
@@ -80,25 +87,25 @@ def delete_keeper(project: Project, slice_name: str) -> str | None:
 def keepers(project: Project, slice_name: str | None = None) -> list[Slice]:
     """List machines (of all owners) that keep the run of one slice, or of any slice, alive; each as a `Slice`.
 
-    Without permission to list machines, say so and return an empty list.
+    Without permission to list machines, prints that and returns an empty list.
     """
     gcloud = project.slices.gcloud
     name = machine_name(slice_name) if slice_name else None
     try:
-        return [_as_slice(each) for each in gcloud.ask(gcloud.argv.vms(name))]
+        return [_as_slice(each) for each in project.slices.ask(gcloud.argv.vms(name))]
     except GcloudError as error:
         if error.transient or error.kind in ("missing", "project", "login"):
             raise  # an overlooked machine would rent the slice again
         if error.kind != "disabled":
             what = f"there is a machine {name}" if name else "machines keep runs alive"
-            project.say(f"whether {what} cannot be seen: {error.text}")
+            project.say(f"it cannot be seen whether {what}: {error.text}")
         return []
 
 
 def keeper_spec(
     machine: str, zone: str, owner: str, name: str, rent: Rent, options: RunOptions, spec: RunSpec
 ) -> RunSpec:
-    """The keeper machine's own job, which keeps the run alive on the owner's slice with this name."""
+    """The job of the keeper machine, which keeps the run alive on the owner's slice with this name."""
     package = spec.package
     sent = f'"$HOME/{package.folder}"'
     words = ["--keep-alive", "--slice", name, *_options(rent, options)]
@@ -120,7 +127,7 @@ def keeper_spec(
 
 
 def _options(rent: Rent, options: RunOptions) -> list[str]:
-    """The options of `podium pod run`, for the machine's own command."""
+    """The options of `podium pod run` for the command on the machine."""
     words = [f"--restarts={options.restarts}", f"--replacements={options.replacements}"]
     words += [] if options.down is None else ["--down" if options.down else "--keep"]
     words += ["--spot" if rent.spot else "--on-demand", "--queued" if rent.queued else "--now"]
@@ -138,7 +145,7 @@ def _options(rent: Rent, options: RunOptions) -> list[str]:
 
 
 def _rented(project: Project, name: str, zone: str, rent: Rent) -> Slice:
-    """The machine; rented if it does not exist."""
+    """Find the machine, or rent it if it does not exist."""
     gcloud = project.slices.gcloud
     owner = project.slices.owner
     project.note("")
@@ -149,19 +156,19 @@ def _rented(project: Project, name: str, zone: str, rent: Rent) -> Slice:
         found = None
     if found is None:
         project.say(f"{zone}: renting {machine_name(name)}, an e2-micro")
-        project.note("if it is not there; the owner is that of gcloud's account:")
+        project.note("if it does not exist; the owner is that of gcloud's account:")
         labels = {OWNER: owner, RUN: name}
         gcloud.checked(gcloud.argv.create_vm(machine_name(name), zone, labels, rent.service_account))
         found = _found(project, name)
     if found is None:
         raise SliceError(f"{machine_name(name)} was created in {zone} and is not listed; run the command again")
     if found.owner != owner:
-        raise SliceError(f"{found.name} in {found.zone} is not yours and is not touched; choose another --slice")
+        raise SliceError(f"{found.name} in {found.zone} is not yours and was not changed; choose another --slice")
     return found
 
 
 def _found(project: Project, name: str) -> Slice | None:
-    """The machine as it is listed, as a `Slice` of one machine; None if there is none."""
+    """Find the machine in the list, as a `Slice` of one machine; None if it does not exist."""
     gcloud = project.slices.gcloud
     return next((_as_slice(each) for each in gcloud.ask(gcloud.argv.vms(machine_name(name)))), None)
 
@@ -189,15 +196,3 @@ def _as_slice(instance: ApiObject) -> Slice:
         created=created,
         requested=created,
     )
-
-
-def _wait_for(remote: Remote, project: Project) -> None:
-    """Wait until the machine, which may still be booting, is reachable."""
-    until = project.clock.monotonic() + BOOT_S
-    while True:
-        try:
-            return remote.warm_up()
-        except UnusableError:
-            if project.clock.monotonic() > until:
-                raise
-        project.clock.sleep(POLL_S)

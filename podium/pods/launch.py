@@ -1,9 +1,9 @@
 """Starts a job on ready machines, and reads its status. Every step runs on all workers and is safe to repeat.
 
-    connect to one -> poll -> send -> unpack -> probe all -> set up -> secrets -> start all -> poll
+connect to one -> poll -> send -> unpack -> probe all -> set up -> secrets -> start all -> poll
 
-Every attempt is a job whose name starts with the run's name and a digest of config and code, so the same command finds
-the job it started, from any laptop. The setup of a job is a job too, `setup-JOB`.
+Every attempt is a job whose name starts with the run's name and a digest of config and code, so that the same command,
+from any laptop, finds the job that it started. The setup of a job is a job too, `setup-JOB`.
 """
 
 import base64
@@ -18,11 +18,11 @@ from pathlib import Path
 
 from podium.accelerators import find_accelerator
 from podium.job.job_records import NO_JOB, JobOutcome, Status, listed, outcome
+from podium.patience import Clock, fault_in
 from podium.pods.gcloud import GcloudError
 from podium.pods.push import DEMO_MODEL, HOME, Package
 from podium.pods.remote import Remote, RemoteError, UnusableError, WorkerReply, arrived
 from podium.pods.secrets import LAST_LINE, Secrets, written
-from podium.pods.world import Clock
 
 AGENT = f"{HOME}/agent"
 SECRETS = "/dev/shm/podrun-secrets"
@@ -48,7 +48,16 @@ UNDER_WAY = ("running", "starting")
 
 
 class SetupError(RemoteError):
-    """The user's script or the installation failed; what it needs from outside may be out of reach for a while."""
+    """The user's script or the installation failed, perhaps because a server that it needs is unreachable for a
+    while.
+    """
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether a start may succeed later: if no machine responded, or the setup could not reach a server."""
+    if isinstance(error, SetupError):
+        return fault_in(str(error)) not in ("disk", "login", "denied")
+    return isinstance(error, UnusableError) and not error.answered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,17 +77,17 @@ class RunSpec:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it runs on CPU, as tests do."""
+        """Whether the run uses only CPUs, as tests do."""
         return self.environment.get("JAX_PLATFORMS") == "cpu"
 
     @property
     def prefix(self) -> str:
-        """Start of the names of its jobs; the same for the same settings and code."""
+        """Start of the names of the run's jobs; equal for equal settings and code."""
         digest = hashlib.sha256(f"{self.package.key}\n{self.config}".encode()).hexdigest()[:6]
         return f"{self.name[:40]}-{digest}-"
 
     def attempt(self, job: str | None) -> int | None:
-        """The attempt number of a job or of its setup; None: the job belongs to another run."""
+        """The attempt number of a job or of its setup; None if the job belongs to another run."""
         found = re.fullmatch(f"(?:{SETUP})?{re.escape(self.prefix)}([0-9]+)", job or "")
         return int(found[1]) if found else None
 
@@ -88,7 +97,7 @@ class JobStatus:
     """The answers of the workers about a job."""
 
     workers: Sequence[Status | None]
-    """In order of workers; None: no answer."""
+    """The workers' answers, in order; None for a worker that did not answer."""
 
     @property
     def outcome(self) -> JobOutcome:
@@ -97,12 +106,12 @@ class JobStatus:
 
     @property
     def name(self) -> str | None:
-        """The job's name; None: there is no job."""
+        """The job's name; None without a job."""
         return next((status["job"] for status in self.workers if status and status.get("job")), None)
 
     @property
     def step(self) -> int:
-        """The last step that a worker has reported."""
+        """The last step that any worker has reported."""
         parts = [status.get(part) or {} for status in self.workers if status for part in ("progress", "record")]
         return max((part.get("step") or 0 for part in parts), default=0)
 
@@ -124,12 +133,12 @@ class JobStatus:
 
     @property
     def running(self) -> bool:
-        """Whether it runs on at least one worker."""
+        """Whether the job runs on at least one worker."""
         return any(status and status["state"] in UNDER_WAY for status in self.workers)
 
 
 def status_command(job: str | None) -> str:
-    """A command that prints the agent's status of a job, or of the latest."""
+    """A command that prints the agent's status of a job (None: the latest)."""
     status = f"{AGENT} status {job or ''}".strip()
     return f"([ -x {AGENT} ] || exit {NO_AGENT}; {status})"
 
@@ -140,13 +149,13 @@ def log_command(job: str | None, offset: int, size: int = LOG_BYTES) -> str:
 
 
 def stop_command(job: str | None) -> str:
-    """A command that asks a job, or the latest, to save and end; prints the processes that are `left`."""
+    """A command that asks a job (None: the latest) to save and end, and prints the processes that are `left`."""
     stop = f"{AGENT} stop {job or ''} --wait {STOP_S:.0f}"
     return f"(rm -rf {SECRETS}; [ -x {AGENT} ] || {{ echo '{{}}'; exit 0; }}; {stop})"
 
 
 def folder_command(spec: RunSpec) -> str:
-    """A command that creates the folder for the files to come."""
+    """A command that creates the folder for the files to be sent."""
     return f"umask 077; mkdir -p {spec.package.folder}"
 
 
@@ -170,7 +179,9 @@ def setup_command(spec: RunSpec, job: str) -> str:
 
 
 def start_command(addresses: Sequence[str], spec: RunSpec, job: str, nonce: str) -> str:
-    """A command that starts the job on a worker, once, with the secrets sent before, and deletes them."""
+    """A command that starts the job on a worker, at most once, with the secrets sent before, and deletes the
+    secrets.
+    """
     package = spec.package
     installed = f'"$HOME/{HOME}/venvs/{package.environment}/bin/python"'
     python = shlex.quote(package.python) if package.python else installed
@@ -190,7 +201,9 @@ def start_command(addresses: Sequence[str], spec: RunSpec, job: str, nonce: str)
 
 
 def _own_secrets(secrets: Secrets) -> str:
-    """A command that sets `$secrets` to the worker's file, after deleting an incomplete one so that nothing starts."""
+    """A command that sets `$secrets` to the worker's file of secrets; an incomplete file is deleted, so that no job
+    starts.
+    """
     if not secrets:
         return ""
     own = f"[ $worker != 0 ] || secrets={SECRETS}/secrets-0; " if "0" in secrets_by_target(secrets) else ""
@@ -210,7 +223,7 @@ def secrets_by_target(secrets: Secrets) -> dict[str, Secrets]:
 
 
 def poll(remote: Remote, job: str | None = None) -> JobStatus:
-    """Ask all workers for the status of a job, or of the latest."""
+    """Ask all workers for the status of a job (None: the latest)."""
     replies = remote.ask(status_command(job), timeout_s=POLL_S + POLL_WORKER_S * remote.workers)
     workers: list[Status | None] = [None] * remote.workers
     for worker, reply in replies.items():
@@ -224,7 +237,6 @@ def prepare(
     *,
     clock: Clock,
     say: Callable[[str], None],
-    claim: Callable[[], None] = lambda: None,
     stop: str | None = None,
 ) -> tuple[str, bool]:
     """Send and set up everything for a run, unless it is already running or finished.
@@ -234,15 +246,14 @@ def prepare(
         spec: the run.
         clock: for pauses and time limits.
         say: prints progress.
-        claim: called before anything is sent, once no other run has been found on the slice.
-        stop: the command that ends another job, for the error message; None: `podium pod stop` of the slice.
+        stop: for the error message, the command that ends another job; None: `podium pod stop SLICE`.
 
     Returns:
         The run's job, and whether it must still be started.
 
     Raises:
         UnusableError: machines do not answer, or lack something they need.
-        RemoteError: a step failed on some workers, or another job is running; the message names it.
+        RemoteError: a step failed on some workers, or another job is running, which the message names.
     """
     remote.warm_up()
     before = poll(remote)
@@ -251,19 +262,21 @@ def prepare(
     if busy:
         stop = stop or f"podium pod stop {remote.name}"
         raise RemoteError(f"{remote.name} is busy with job {busy[0]}; wait for it, or: {stop}")
-    claim()
     newest = max((spec.attempt(status["job"]) or 0 for status in jobs), default=0)
     job = f"{spec.prefix}{newest}"
     for old in sorted({each["job"] for each in jobs if each["state"] in UNDER_WAY} - {job, SETUP + job}):
-        stop_job(remote, old, clock=clock, say=say)  # an earlier attempt that the other workers no longer run
+        stop_job(remote, old, clock=clock, say=say)  # an earlier attempt that other workers have ended
     here = [status for status in jobs if status["job"] == job]
     if any(status["state"] in UNDER_WAY for status in here):
         whole = len(here) == remote.workers or bool(before.silent)
-        say(f"{job} is already running; " + ("following it" if whole else "starting it where it is not"))
+        say(f"{job} is already running; " + ("following it" if whole else "starting it on the other workers"))
         return job, not whole
     if len(here) == remote.workers and before.outcome == "done":
         say(f"{job} is done")
         return job, False
+    if before.silent:  # they may have a later attempt, whose name would be used again
+        remote.ask_all("true", "looking for earlier attempts")  # names those that still do not answer
+        return prepare(remote, spec, clock=clock, say=say, stop=stop)
     if any(status["job"] == SETUP + job and status["state"] in UNDER_WAY for status in jobs):
         say(f"{job} is being set up; waiting for that")
     else:
@@ -282,7 +295,7 @@ def start(remote: Remote, spec: RunSpec, job: str, *, say: Callable[[str], None]
     """Start a prepared job on all workers. Raises RemoteError if some do not confirm it."""
     try:
         if spec.secrets:
-            remote.ask_all(secrets_folder(), "making a folder in memory")
+            remote.ask_all(secrets_folder(), "creating a folder in memory")
         for target, kept in secrets_by_target(spec.secrets).items():
             with written(kept, f"secrets-{target}") as file:
                 remote.send([file], SECRETS, target=target)
@@ -314,7 +327,7 @@ def stop_job(remote: Remote, job: str | None, *, clock: Clock, say: Callable[[st
 
 
 def read_log(remote: Remote, worker: int, job: str | None, offset: int, size: int = LOG_BYTES) -> tuple[str, int]:
-    """Read up to `size` bytes of a worker's log; returns the text ("" without an answer) and the next offset."""
+    """Read up to `size` bytes of a worker's log; returns the text (empty without an answer) and the next offset."""
     reply = remote.ask(log_command(job, offset, size), worker=worker).get(worker)
     data = base64.b64decode(reply.text) if reply else b""
     return data.decode(errors="replace"), offset + len(data)
@@ -333,7 +346,7 @@ def _send(remote: Remote, spec: RunSpec, job: str, say: Callable[[str], None]) -
 
 
 def _set_up(remote: Remote, spec: RunSpec, job: str, clock: Clock, say: Callable[[str], None]) -> None:
-    """Run the user's script and the installation as a job, or find that job running, and wait for its end."""
+    """Run the user's script and the installation as a job, unless that job is already running, and wait for its end."""
     say("setting up the workers: this takes minutes the first time")
     remote.ask_all(setup_command(spec, job), "starting the setup", timeout_s=START_S)
     remote.gcloud.note("until the setup is done:")
@@ -344,7 +357,7 @@ def _set_up(remote: Remote, spec: RunSpec, job: str, clock: Clock, say: Callable
         if any(workers):
             heard = now
         elif now - heard > SETUP_SILENCE_S:
-            raise UnusableError(f"{remote.name}: no worker answers during the setup", answered=False)
+            raise UnusableError(f"{remote.name}: no worker responds during the setup", answered=False)
         ended = [status and status["state"] in ("finished", "killed") for status in workers]
         failed = [worker for worker, status in enumerate(workers) if ended[worker] and status and status["exit"] != 0]
         if failed:
@@ -364,7 +377,7 @@ def _check_probes(remote: Remote, replies: dict[int, WorkerReply], say: Callable
     """Raise RemoteError if a worker did not receive everything, or cannot run it."""
     found = {}
     for worker, reply in replies.items():
-        with contextlib.suppress(RemoteError):  # an earlier step failed there
+        with contextlib.suppress(RemoteError):  # an earlier step failed on this worker
             found[worker] = reply.json()
     problems = [f"    worker {worker}: {problem}" for worker in found for problem in found[worker].get("problems", ())]
     if problems:

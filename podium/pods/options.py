@@ -28,11 +28,12 @@ class Rent:
     zones: Annotated[
         list[str] | None, Option("--zone", metavar="ZONE", help="Zones to try, in this order. Repeatable.")
     ] = None
-    spot: Annotated[bool, Option("--spot/--on-demand", help="Cheaper but preemptible, or not.")] = True
+    spot: Annotated[bool, Option("--spot/--on-demand", help="Whether to rent cheaper but preemptible machines.")] = True
     queued: Annotated[
         bool,
         Option(
-            "--queued/--now", help="Wait in Google's queue, or fail if none is free (with --keep-alive: ask again)."
+            "--queued/--now",
+            help="Wait in Google's queue, or fail if no machine is free (with --keep-alive: ask again).",
         ),
     ] = True
     valid_until: Annotated[str, Option(metavar="TIME", help="How long to wait in each zone's queue, such as 90m.")] = (
@@ -42,8 +43,10 @@ class Rent:
         str | None,
         Option(
             metavar="TIME",
-            help="`podium pod reap` deletes it when nothing has run on it for this time, such as 12h; "
-            "unset: 24h, or as before.",
+            help=(
+                "`podium pod reap` deletes the slice when no job has run on it for this time, such as 12h; unset: "
+                "24h, or as before."
+            ),
         ),
     ] = None
     runtime: Annotated[
@@ -54,15 +57,15 @@ class Rent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of `podium pod run` besides the config and what to rent."""
+    """Options of `podium pod run`, except the config and what to rent."""
 
     slice: Annotated[str | None, Option(metavar="NAME", help="Slice to run on; unset: your only one.")] = None
     keep_alive: Annotated[
-        bool, Option("--keep-alive", help="Replace lost machines, restart after failures, continue the run.")
+        bool, Option("--keep-alive", help="Replace lost machines, restart after failures, and continue the run.")
     ] = False
     on_vm: Annotated[
         bool,
-        Option("--on-vm", help="Follow from a small machine of Google's (e2-micro), not from here; with --keep-alive."),
+        Option("--on-vm", help="Follow from a small Google machine (e2-micro) instead of this one; with --keep-alive."),
     ] = False
     detach: Annotated[bool, Option("--detach", help="Start the run and return without following it.")] = False
     allow_dirty: Annotated[bool, Option("--allow-dirty", help="Send uncommitted changes too.")] = False
@@ -74,19 +77,19 @@ class RunOptions:
         list[str] | None, Option(metavar="NAME=VALUE", help="Environment variable, not a secret. Repeatable.")
     ] = None
     prepare: Annotated[
-        Path | None, Option(metavar="SCRIPT", help="Script that every machine runs first, such as a mount.")
+        Path | None, Option(metavar="SCRIPT", help="Script that every machine runs first, for example to mount a disk.")
     ] = None
     python: Annotated[
         str | None,
-        Option(metavar="PATH", help="Python on the machines with all dependencies; unset: they are installed."),
+        Option(metavar="PATH", help="Python on the machines that has all dependencies; unset: install them."),
     ] = None
     down: Annotated[
         bool | None,
-        Option("--down/--keep", help="Delete the slice when the run has ended; unset: with --keep-alive."),
+        Option("--down/--keep", help="Delete the slice when the run has ended; unset: only with --keep-alive."),
     ] = None
-    restarts: Annotated[int, Option(min=0, help="With --keep-alive: most restarts in a row without a new step.")] = 3
+    restarts: Annotated[int, Option(min=0, help="With --keep-alive: maximum restarts in a row without a new step.")] = 3
     replacements: Annotated[
-        int, Option(min=0, help="With --keep-alive: most replacements in a row without a new step.")
+        int, Option(min=0, help="With --keep-alive: maximum replacements in a row without a new step.")
     ] = 20
 
 

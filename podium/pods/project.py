@@ -4,6 +4,7 @@ import dataclasses
 import sys
 
 from podium.job.redact import without_controls
+from podium.patience import Clock
 from podium.pods import world as worlds
 from podium.pods.gcloud import Gcloud, GcloudError
 from podium.pods.inventory import Slice
@@ -12,7 +13,7 @@ from podium.pods.rehearsal import Placeholders, rehearsed
 from podium.pods.remote import Remote
 from podium.pods.secrets import Secrets
 from podium.pods.slices import Slices
-from podium.pods.world import Clock, World
+from podium.pods.world import World
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,13 +55,16 @@ class Project:
         return self.secrets.redact(without_controls(text))
 
 
-def open_project(common: Common, placeholders: Placeholders, secrets: Secrets | None = None) -> Project:
+def open_project(
+    common: Common, placeholders: Placeholders, secrets: Secrets | None = None, *, follows: bool = False
+) -> Project:
     """Open the named project, or gcloud's default.
 
     Args:
         common: the project's name, and whether this is a dry run.
-        placeholders: what a dry run finds in place of the project's slices.
+        placeholders: what a dry run finds instead of the project's slices.
         secrets: values that must not occur in commands or output.
+        follows: whether to wait without a limit while Google cannot be reached.
 
     Raises:
         GcloudError: gcloud is not installed, or has no project.
@@ -81,6 +85,7 @@ def open_project(common: Common, placeholders: Placeholders, secrets: Secrets | 
         say=lambda line: project.say(line),
         random_word=world.random_word,
         parallel=world.parallel,
+        follows=follows,
     )
     project = Project(world=world, slices=slices, zone=settings.get("compute", {}).get("zone"), secrets=kept)
     return project

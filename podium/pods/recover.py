@@ -1,7 +1,7 @@
 """Keeps a run alive when machines are preempted, a worker fails, or no worker answers.
 
 `decide` is a pure function, without time or network; `keep_alive` observes, decides and acts until the run has ended.
-It keeps no state, so it can be stopped and started again at any moment, on any laptop.
+Neither stores any state, so the command can be stopped and restarted at any time, on any laptop.
 """
 
 import dataclasses
@@ -9,20 +9,17 @@ from collections.abc import Callable
 from typing import Literal
 
 from podium.job.job_records import ABORTED, GUARD, STOPPED, first_failure, listed
+from podium.patience import Clock, Patience
 from podium.pods.gcloud import GcloudError
-from podium.pods.launch import JobStatus, SetupError
-from podium.pods.patience import Patience
+from podium.pods.launch import JobStatus, SetupError, may_pass
 from podium.pods.remote import RemoteError, UnusableError
 from podium.pods.rental import DEFAULT_LEASE, seconds
 from podium.pods.session import Observation, Session
 from podium.pods.slices import NODE_S, DeletedError, PendingError, RefusedError, SliceError, TakenError
-from podium.pods.world import Clock
 
 Act = Literal["wait", "rent", "start", "restart", "replace", "stop", "end"]
 WRONG_SETTINGS = 2
 RUNNING = "running"
-SETUP_PAUSES_S = (10.0, 30.0, 60.0, 120.0, *[300.0] * 5)
-"""Seconds before further attempts of a failed setup: half an hour in all, for an index or a hub that is down."""
 ENDINGS = 1000
 """Maximum attempts to delete the slice at the end, while lists still show it."""
 
@@ -36,22 +33,24 @@ class Policy:
     replacements: int = 20
     """Maximum replacements of the machines without a new step."""
     unusable: int = 5
-    """Maximum consecutive starts on machines that do not answer or lack something."""
+    """Maximum consecutive starts on machines that do not respond or lack something."""
     down: bool | None = None
-    """Whether the slice is deleted at the end of the run, successful or not; None: unless `podium pod up` made it."""
+    """Whether the slice is deleted at the end of the run, successful or not; None: delete it unless `podium pod up`
+    rented it."""
     poll_s: float = 10.0
     silence_s: float = 300.0
     """Seconds after which silent workers count as lost, if the job has failed on others."""
     ends_s: float = 20.0
-    """Seconds that the other workers may take to end after a failure: the cause is known when all have ended."""
+    """Seconds that the other workers may take to end after a failure; the cause is known once all have ended."""
     settle_s: float = 90.0
     """Seconds for which lists may still show a preempted node as ready, or not yet show a new one."""
     observation_s: float = 60.0
-    """Upper limit of the seconds counted as waited between two observations: a sleeping laptop observed nothing."""
+    """Maximum seconds that count as waiting time between two observations, because a sleeping laptop observes
+    nothing."""
     pauses_s: tuple[float, ...] = (10.0, 30.0, 60.0)
-    """Seconds before the first, second and further restarts."""
+    """Seconds before the first, second, and further restarts."""
     no_capacity_s: tuple[float, ...] = (60.0, 120.0, 300.0, 600.0)
-    """Seconds before the first, second and further attempts to rent after all zones refused."""
+    """Seconds before the first, second, and further attempts to rent after all zones have refused."""
     reminder_s: float = 3600.0
     """Seconds between reminders that machines do not answer and cost money."""
 
@@ -66,8 +65,6 @@ class Counts:
     starts: int = 0
     """Failed starts in a row, for example in the setup."""
     unusable: int = 0
-    setups: int = 0
-    """Failed setups in a row."""
     refused: int = 0
     """Consecutive attempts in which all zones refused."""
 
@@ -90,7 +87,7 @@ def decide(seen: Observation, counts: Counts, policy: Policy) -> Decision:
     if seen.slice.state == "deleting":
         return Decision(act="wait", why="the slice is being deleted, but not by this command")
     if seen.slice.doomed:
-        return Decision(act="replace", why="another command has given the slice up")
+        return Decision(act="replace", why="another command has abandoned the slice")
     if not seen.slice.alive:
         return _replace(f"the slice is lost ({seen.slice.detail})", counts, policy)
     if seen.slice.state != "ready" or seen.job is None:
@@ -106,7 +103,7 @@ def decide(seen: Observation, counts: Counts, policy: Policy) -> Decision:
 
 
 def _without_slice(seen: Observation, policy: Policy) -> Decision:
-    """Choose the action if no slice is listed."""
+    """Choose the action if the lists show no slice."""
     if seen.renting:
         return Decision(act="rent", why="machines are needed")
     if seen.waited_s < policy.settle_s:
@@ -118,7 +115,7 @@ def _without_slice(seen: Observation, policy: Policy) -> Decision:
 
 
 def _about_end(seen: Observation, status: int) -> Decision | None:
-    """Choose the action if another command has stopped or ended the run; None: the machines do not tell."""
+    """Choose the action if another command has stopped or ended the run; None if neither happened."""
     if seen.job and seen.job.running:
         return Decision(act="stop", why="stopping on request")
     if seen.job and seen.job.unheard:
@@ -153,7 +150,7 @@ def _about_job(seen: Observation, job: JobStatus, counts: Counts, policy: Policy
 
 
 def _about_silence(seen: Observation, counts: Counts, policy: Policy) -> Decision:
-    """Choose the action for machines that are ready but do not answer; they are kept for the length of a lease."""
+    """Choose the action for machines that are ready but do not respond; they are kept for the length of a lease."""
     assert seen.slice is not None
     idle_s = seen.slice.idle_s or seconds(DEFAULT_LEASE, "--lease")
     if policy.down is not False and seen.waited_s >= idle_s:
@@ -162,14 +159,15 @@ def _about_silence(seen: Observation, counts: Counts, policy: Policy) -> Decisio
             return Decision(act="end", why=f"{why}, and the run was asked to stop", status=seen.over)
         return _replace(why, counts, policy)
     why = (
-        "no worker answers, but the machines are ready: they are kept, since the run may continue; is ssh blocked here?"
+        "no worker answers, but the machines are ready; they are kept, because the run may continue; is ssh blocked "
+        "here?"
     )
     if hours := int(seen.waited_s // policy.reminder_s):
         silent = f"no worker has answered for {hours * policy.reminder_s / 3600:.3g} h"
         then = (
             f"after {idle_s / 3600:.3g} h the slice is replaced" if policy.down is not False else "nothing deletes them"
         )
-        why = f"{silent}, and the machines are ready and cost money; {then}; podium pod down {seen.slice.name}"
+        why = f"{silent}, although the machines are ready and cost money; {then}; podium pod down {seen.slice.name}"
     return Decision(act="wait", why=why)
 
 
@@ -230,8 +228,10 @@ class _Keeper:
         self._clock = clock
         self._say = say
         self._counts = Counts()
-        self._observing = Patience(clock, say, "the run continues without this machine")
-        self._acting = Patience(clock, say, "the run is still followed")
+        google = "Google (the run continues without this machine)"
+        self._observing = Patience(google, clock=clock, say=say)
+        self._acting = Patience(google, clock=clock, say=say)
+        self._setting_up = Patience("what the setup needs", clock=clock, say=say)
 
     def keep(self) -> int:
         """Observe and act until the run has ended; returns its exit status."""
@@ -265,18 +265,18 @@ class _Keeper:
             before = None
 
     def _observe(self) -> Observation:
-        """Observe, waiting until gcloud works: the run does not need this machine."""
+        """Observe the run, waiting until gcloud works: the run does not need this machine."""
         while True:
             try:
                 seen = self._session.observe()
             except GcloudError as error:
-                self._observing.wait(error)
+                error.wait_out(self._observing, for_ever=True)
             else:
                 self._observing.reset()
                 return seen
 
     def _act(self, decision: Decision, seen: Observation) -> int | None:
-        """Carry out a decision; returns an exit status if there is nothing left to follow.
+        """Execute a decision; returns an exit status if nothing is left to follow.
 
         A failure is printed; the next observation will show its effect.
         """
@@ -285,13 +285,13 @@ class _Keeper:
         except (DeletedError, TakenError) as error:
             if isinstance(error, DeletedError) and seen.wanted:
                 return None  # the next observation tells whether the run is over
-            self._say(f"{error}; nothing is rented by this command")
+            self._say(f"{error}; this command rents nothing")
             return 1
         except GcloudError as error:
             if not error.gone:
-                self._acting.wait(error)
+                error.wait_out(self._acting, for_ever=True)
         except PendingError as error:
-            self._acting.wait(error.cause)
+            error.cause.wait_out(self._acting, for_ever=True)
         except (RemoteError, SliceError) as error:
             self._say(str(error))
             if isinstance(error, RefusedError) and error.final:
@@ -302,7 +302,7 @@ class _Keeper:
         return None
 
     def _do(self, decision: Decision) -> None:
-        """Carry out a decision and count it."""
+        """Execute a decision and count it."""
         counts = self._counts
         if decision.act == "stop":
             self._session.stop()
@@ -323,21 +323,24 @@ class _Keeper:
             self._clock.sleep(_pause(self._policy.pauses_s, restarts))
             restarts += 1
         self._session.start()
-        self._counts = dataclasses.replace(counts, unusable=0, starts=0, setups=0, restarts=restarts)
+        self._setting_up.reset()
+        self._counts = dataclasses.replace(counts, unusable=0, starts=0, restarts=restarts)
 
     def _count(self, error: RemoteError | SliceError, decision: Decision) -> float:
         """Count a failure; returns the seconds to wait before the next observation."""
         counts, policy = self._counts, self._policy
         match error:
-            case UnusableError():  # nothing was started, so the run has not failed again
+            case UnusableError():  # no job was started, so this is not another failure of the run
                 if error.answered or not self._session.may_run:
                     counts = dataclasses.replace(counts, unusable=counts.unusable + 1)
                 pause_s = _pause(policy.pauses_s, counts.unusable)
-            case SetupError() if counts.setups < len(SETUP_PAUSES_S):
-                pause_s = SETUP_PAUSES_S[counts.setups]
-                counts = dataclasses.replace(counts, setups=counts.setups + 1)
             case SetupError():
-                pause_s, counts = 0.0, dataclasses.replace(counts, starts=policy.restarts, restarts=policy.restarts)
+                try:
+                    if not may_pass(error):
+                        raise error
+                    pause_s = self._setting_up.next_s(error)
+                except SetupError:
+                    pause_s, counts = 0.0, dataclasses.replace(counts, starts=policy.restarts, restarts=policy.restarts)
             case RemoteError():
                 restarts = counts.restarts + (decision.act == "restart")
                 counts = dataclasses.replace(counts, starts=counts.starts + 1, restarts=restarts)
@@ -357,16 +360,15 @@ class _Keeper:
             if seen.slice is not None:
                 self._say(f"{seen.slice.name} is still rented; podium pod down {title} deletes it")
             return decision.status
-        ending = Patience(
-            self._clock, self._say, f"{title} may still be rented, and costs money: podium pod down {title}"
-        )
+        what = f"Google ({title} may still be rented, and costs money: podium pod down {title} deletes it)"
+        ending = Patience(what, clock=self._clock, say=self._say)
         for attempt in range(ENDINGS):
             try:
                 if self._session.give_back(decision.status, told=seen.over is not None):
                     self._say(f"deleted {title}; podium pod run --keep leaves it rented")
                 return decision.status
             except GcloudError as error:
-                ending.wait(error)
+                error.wait_out(ending, for_ever=True)
             except (RemoteError, SliceError) as error:
                 self._say(str(error))
                 self._clock.sleep(_pause(self._policy.no_capacity_s, attempt))
@@ -374,7 +376,7 @@ class _Keeper:
         return decision.status
 
     def _stop_the_rest(self) -> None:
-        """Stop workers that may not have noticed the job's failure."""
+        """Stop workers that may not have noticed that the job failed."""
         try:
             self._session.stop()
         except (RemoteError, GcloudError) as error:

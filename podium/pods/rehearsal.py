@@ -1,6 +1,6 @@
 """`--dry-run`: runs the actual command against a project that prints each gcloud command instead of running it.
 
-So there is no second description of what a command does. Every request succeeds at once; words in capitals stand for
+So what a command does is not described a second time. Every request succeeds at once; words in capitals stand for
 answers that the command depends on (NAME, ZONE, ADDRESS0, JOB). A query is printed only once.
 """
 
@@ -32,9 +32,10 @@ class Placeholders:
     """The state of the project in a dry run."""
 
     name: str | None = None
-    """What the user calls the slice; None: any."""
+    """The user's name for the slice; None: any name."""
     exists: bool = True
-    """Whether the slice is rented already; with and without a queued resource, to show how each is deleted."""
+    """Whether the slice is rented already, once with and once without a queued resource, to show how each is
+    deleted."""
     accelerator: str = "v6e-8"
     spot: bool = False
     workers: int = 1
@@ -43,11 +44,11 @@ class Placeholders:
     keeper: str | None = None
     """The machine that keeps the slice's run alive."""
     job: str | None = JOB
-    """The latest job on the machines; None: no job."""
+    """The latest job on the machines; None for no job."""
 
 
 def rehearsed(world: World, placeholders: Placeholders) -> World:
-    """A world for a dry run in `world`: prints commands and answers them."""
+    """Make the world of a dry run of `world`: it prints commands and answers them."""
     rehearsal = Rehearsal(world, placeholders)
     return dataclasses.replace(
         world,
@@ -69,9 +70,9 @@ class Rehearsal:
         self._name = f"{placeholders.name}-WORD" if placeholders.name else NAME
         self._zone = ZONE
         self._queued = placeholders.exists
-        """Whether there is a slice with a queued resource."""
+        """Whether the slice with a queued resource exists."""
         self._lone = placeholders.exists
-        """Whether there is a slice without a queued resource."""
+        """Whether the slice without a queued resource exists."""
         self._labels = {OWNER: world.owner(None), TITLE: placeholders.name or NAME}
         self._keeper = placeholders.keeper
         self._waited_s = 0.0
@@ -80,11 +81,11 @@ class Rehearsal:
         self._printed: set[tuple[str, Sequence[str]]] = set()
 
     def note(self, when: str) -> None:
-        """Announce when the next commands are run; empty: unconditionally."""
+        """Announce when the next commands would be run; empty: always."""
         self._when = when
 
     def time(self) -> float:
-        """Seconds since 1970, without the time that was waited."""
+        """Seconds since 1970, excluding simulated waiting."""
         return self._world.clock.time()
 
     def monotonic(self) -> float:
@@ -174,7 +175,7 @@ class Rehearsal:
                 self._lone = verb == "create"
 
     def _reply(self, command: str, workers: int) -> str:
-        """The output of all workers: the end of the job that the command is about, or an empty log."""
+        """The workers' replies to a command: that its job has ended, or an empty log."""
         about = re.search(r"agent (?:status|stop) ?([A-Za-z0-9][\w.-]*)?", command)
         job = about and (about[1] or self._found.job)
         status = {**NO_JOB, "host": "HOST", "time": 0, "left": []}

@@ -3,8 +3,8 @@
 gcloud runs a command again when its connection drops (up to ten times), forgets failures of `--worker=2,3`, waits
 forever for a lost host, and mixes the workers' outputs. So a command goes to all workers or to one; each worker replies
 with one marked line that holds its number, its exit status and its packed output; gcloud's own exit status is ignored;
-and a worker without a valid line has not answered. Long processes are not children of ssh: `podium.pods.host.agent`
-starts them on the worker.
+and a worker without a valid line counts as not having answered. Long processes are not children of ssh;
+`podium.pods.host.agent` starts them on the worker.
 """
 
 import base64
@@ -29,7 +29,7 @@ REPLY_S = 45.0
 """Seconds for workers to reply; gcloud itself takes two seconds, plus five per refused connection."""
 COPY_S = 600.0
 NOT_RUN = 255
-"""Exit status of ssh's own failures; our commands never return it, since gcloud would run them again."""
+"""Exit status of ssh's own failures. Podium's commands never return it, because gcloud would run them again."""
 
 
 class RemoteError(ValueError):
@@ -37,7 +37,7 @@ class RemoteError(ValueError):
 
 
 class UnusableError(RemoteError):
-    """Machines do not answer, or lack something; others may do better. `answered`: at least one answered."""
+    """Machines do not respond, or lack something; others may work. `answered`: whether at least one responded."""
 
     def __init__(self, message: str, *, answered: bool = True) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ class WorkerReply:
     """stdout and stderr of the command."""
 
     def json(self) -> JsonObject:
-        """The JSON object on the last line. Raises RemoteError if there is none."""
+        """The JSON object on the last line. Raises RemoteError if it is not a JSON object."""
         line = self.text.strip().rpartition("\n")[2]
         with contextlib.suppress(ValueError):
             if isinstance(found := json.loads(line), dict):
@@ -109,7 +109,7 @@ class Remote:
                 raise RemoteError(f"{self.name}: a machine with none of the slice's addresses answered")
             try:
                 text = gzip.decompress(base64.b64decode(packed, validate=True)).decode(errors="replace")
-            except (binascii.Error, EOFError, OSError, zlib.error):  # another worker's output is within the line
+            except (binascii.Error, EOFError, OSError, zlib.error):  # the line contains another worker's output
                 torn.add(int(number))
             else:
                 answers[int(number)] = WorkerReply(worker=int(number), status=int(status), text=self._redact(text))
@@ -117,7 +117,7 @@ class Remote:
             error = failure(finished)
             if error.kind not in ("unknown", "unavailable"):
                 raise error
-        if worker is None and torn:  # when one worker is asked alone, no other output can break its line
+        if worker is None and torn:  # if only one worker is asked, no other output can break its line
             hidden = set(range(self.workers)) if finished.returncode is not None else torn
             for each in sorted(hidden - set(answers)):
                 answers |= self.ask(command, worker=each, timeout_s=timeout_s)
@@ -127,7 +127,7 @@ class Remote:
         """Run a command on all workers and return their replies in order; `what` describes it in the error.
 
         Raises:
-            RemoteError: some workers did not answer or failed; it names them and has their output.
+            RemoteError: some workers did not answer or failed; the message names them and quotes their output.
         """
         answers = self.ask(command, timeout_s=timeout_s)
         self.check_all(answers, what)
@@ -182,7 +182,7 @@ def wrapped(command: str, mark: str, addresses: Sequence[str]) -> str:
 
 
 def arrived(files: Sequence[Path], folder: str) -> str:
-    """A command that succeeds if the files have arrived complete."""
+    """A command that succeeds if the files have arrived completely."""
     sums = " ".join(shlex.quote(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}") for file in files)
     return f"(cd {folder} && printf '%s\\n' {sums} | sha256sum --check --quiet -)"
 
@@ -193,7 +193,7 @@ def _last_lines(text: str, lines: int = 3) -> str:
 
 
 def _last_complaint(stderr: str) -> str:
-    """The last line of ssh's own error messages; empty if there is none."""
+    """The last line of ssh's own error messages; empty if there are none."""
     starts = re.compile(r"^(ssh|scp|kex|client|Connection|.*[Pp]ermission denied|.*Host key)", re.MULTILINE)
     found = [line.strip() for line in stderr.splitlines() if starts.match(line) and "Attempting" not in line]
     return found[-1] if found else ""

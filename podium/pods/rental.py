@@ -25,7 +25,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def tpu(name: str | None) -> Accelerator:
-    """The TPU with this name. Raises BadRequestError if there is none, suggesting similar names."""
+    """Find the TPU with this name. Raises BadRequestError, which suggests similar names, if it is unknown."""
     if name is None:
         raise BadRequestError("which TPU? Give --type, such as v6e-8 (one machine) or v6e-16 (four)")
     try:
@@ -33,7 +33,11 @@ def tpu(name: str | None) -> Accelerator:
     except ValueError as error:
         raise BadRequestError(f"--type {name}: {error}") from None
     if accelerator.generation not in RUNTIMES:
-        raise BadRequestError(f"--type {name}: this is not a TPU; podium pod rents {', '.join(RUNTIMES)}, as v6e-8")
+        raise BadRequestError(
+            f"--type {name}: this is not a TPU; podium pod rents {', '.join(RUNTIMES)}, for example v6e-8"
+        )
+    if accelerator.slices > 1:
+        raise BadRequestError(f"--type {name}: several slices run as one job on GKE; podium pod k8s writes it")
     return accelerator
 
 
@@ -46,9 +50,9 @@ def seconds(text: str, option: str) -> int:
 
 
 def rent_slice(slices: Slices, order: Order, zones: Sequence[str]) -> Slice:
-    """Rent a slice and wait until it is ready, or use the existing one of its title.
+    """Rent a slice and wait until it is ready, or use the existing slice of that title.
 
-    Raises SliceError if it cannot be rented; no request or machine remains unless the message says so.
+    Raises SliceError if it cannot be rented; then no request or machine remains unless the message says so.
     """
     try:
         return slices.up(order, zones)
@@ -60,7 +64,7 @@ def rent_slice(slices: Slices, order: Order, zones: Sequence[str]) -> Slice:
 
 
 def zones_of(rent: Rent, slices: Slices, default_zone: str | None) -> Sequence[str]:
-    """The zones to ask, in order. Raises BadRequestError if none is given, or one has no TPUs."""
+    """The zones to ask, in order. Raises BadRequestError if no zone is given, or a zone has no TPUs."""
     zones = rent.zones or ([default_zone] if default_zone else [])
     if not zones:
         raise BadRequestError("which zone? Give --zone: one or more zones in which you have quota, tried in order")
@@ -75,7 +79,7 @@ def zones_of(rent: Rent, slices: Slices, default_zone: str | None) -> Sequence[s
 def new_order(
     title: str, rent: Rent, slices: Slices, zones: Sequence[str], run: str | None = None, *, bucket: str | None = None
 ) -> Order:
-    """The order for a slice that a run wants, or anybody; with `bucket`, for that run alone.
+    """Make the order for a slice; with `run`, for that run, and with `bucket` too, for that run alone.
 
     Raises BadRequestError if type, time or name is invalid.
     """
@@ -104,7 +108,7 @@ def new_order(
 
 
 def same_again(old: Slice, rent: Rent) -> Rent:
-    """What to rent in place of a slice: the same, in the same zones unless `rent` names others."""
+    """What to rent to replace a slice: the same type, in the same zones unless `rent` names others."""
     return dataclasses.replace(
         rent,
         type=old.accelerator,

@@ -13,10 +13,11 @@ from podium.config.schema import Config
 from podium.config.show import to_yaml
 from podium.files import BUCKETS
 from podium.models.architecture import ModelError
+from podium.patience import patiently
 from podium.pods.endings import Endings, bucket_label
 from podium.pods.inventory import Slice, label_text
 from podium.pods.keeper import keep_on_vm
-from podium.pods.launch import RunSpec
+from podium.pods.launch import RunSpec, may_pass
 from podium.pods.options import Common, Rent, RunOptions
 from podium.pods.project import Project, open_project
 from podium.pods.push import pack
@@ -69,9 +70,9 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
             zones=rent.zones or (),
             job=None,
         )
-        project = open_project(common, placeholders, secrets)
+        project = open_project(common, placeholders, secrets, follows=not options.detach)
         if spec.package.sends("changes.patch"):
-            project.say("uncommitted changes are sent as a patch, which is kept beside the code on the workers")
+            project.say("uncommitted changes are sent as a patch, which is kept with the code on the workers")
         tpu_slice = None if wanted else _found(project, name, options)
         if tpu_slice is not None:
             rent, name = same_again(tpu_slice, rent), tpu_slice.title
@@ -85,9 +86,10 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
             return 0
         bucket = (bucket_label(loaded.config.runs_dir) or "") if options.keep_alive else None
         session = _make_session(project, name, rent, spec, bucket=bucket, fresh=wanted is not None)
-        if options.detach or not options.keep_alive:  # otherwise `keep_alive` does both and handles failures
+        if options.detach or not options.keep_alive:  # otherwise `keep_alive` does both, and handles failures
             session.slice = session.slice or rent_slice(project.slices, session.order, session.zones)
-            session.start()
+            what = f"{name}, and what its setup needs"
+            patiently(session.start, what, may_pass=may_pass, clock=project.clock, say=project.say)
         if options.detach:
             project.say(f"to follow it: podium pod logs -f {name}")
             return 0
@@ -101,14 +103,14 @@ def _make_session(
     zones = zones_of(rent, project.slices, project.zone)
     run = os.environ.get(RUN_VARIABLE) or label_text(spec.prefix)
     order = new_order(name, rent, project.slices, zones, run, bucket=bucket)
-    endings = Endings(project.slices.gcloud, bucket or None, run, project.say)
+    endings = Endings(project.slices, bucket or None, run)
     return Session(project, spec, order, zones, endings, fresh=fresh)
 
 
 def _found(project: Project, name: str | None, options: RunOptions) -> Slice:
-    """The existing slice to run on. Raises SliceError if it is not ready and nothing would replace it."""
+    """The existing slice to run on. Raises SliceError if it is not ready and would not be replaced."""
     tpu_slice = project.slices.locate(name)
-    project.note("shown for a v6e-8; type, number and addresses of the machines come from the answer:")
+    project.note("shown for a v6e-8; in a real run, type, number and addresses of the machines come from the answer:")
     if tpu_slice.state == "ready" or options.keep_alive:  # `keep_alive` replaces it if necessary
         return tpu_slice
     raise SliceError(
@@ -118,7 +120,7 @@ def _found(project: Project, name: str | None, options: RunOptions) -> Slice:
 
 
 def _check_name(name: str, options: RunOptions) -> None:
-    """Raise ConfigError for a name that cannot name a job, BadRequestError for contradictory options."""
+    """Raise ConfigError if a run's name cannot name a job, and BadRequestError for contradictory options."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         message = f"{name!r} cannot name a job on the machines: letters, digits, '.', '_' and '-', such as name=my-run"
         raise ConfigError([Problem(key="name", message=message)])
@@ -152,7 +154,9 @@ def _check_runs_dir(loaded: Loaded, options: RunOptions, workers: int) -> None:
 
 
 def _check_divisible(config: Config, spec: RunSpec) -> None:
-    """Raise BadRequestError if weights or sequences do not divide over the slice; unknown models are not checked."""
+    """Raise BadRequestError if weights or sequences do not split evenly over the slice; unknown models are not
+    checked.
+    """
     if spec.on_cpu:
         return
     try:
@@ -175,7 +179,7 @@ def follow(project: Project, session: Session, options: RunOptions) -> int:
         return keep_alive(session, policy, clock=project.clock, say=project.say)
     except KeyboardInterrupt:
         if session.slice is None:
-            project.say("\nstopped while machines were asked for: a request stays, and may cost money later;")
+            project.say("\nstopped while requesting machines: a request remains, and may cost money later;")
             project.say(f"podium pod down {name} withdraws it, and the same command continues with it")
             return INTERRUPTED
         project.say(f"\nstopped following; the run continues. podium pod logs -f {name} shows its log,")

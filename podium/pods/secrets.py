@@ -2,7 +2,8 @@
 
 No command, environment flag, metadata, log, config or checkpoint contains them: command lines are visible in the
 process list and in gcloud's own log, metadata and labels to everybody in the project, and a disk outlives the machine
-in snapshots. Only the names in `ALLOWED` are sent. The workers' agent uses this module too: standard library only.
+in snapshots. Only the names in `ALLOWED` are sent. The workers' agent uses this module too, so it imports only the
+standard library.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from podium.job.redact import SECRET_NAME, SHORTEST, Redactor
 ALLOWED = ("HF_TOKEN", "WANDB_API_KEY")
 """The secrets that Podium uses."""
 FIRST_WORKER_ONLY = ("WANDB_API_KEY",)
-"""Only process 0 writes to services."""
+"""Secrets that only worker 0 needs, because only process 0 writes to services."""
 LAST_LINE = "# end"
 """Last line of a file of secrets; a file without it is incomplete."""
 _LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=(.*)")
@@ -47,7 +48,7 @@ class Secrets:
         return bool(self.values)
 
     def placeholders(self) -> "Secrets":
-        """The same names with placeholder values, for a dry run."""
+        """A copy with placeholder values, for a dry run."""
         return Secrets(dict.fromkeys(self.names, "VALUE"))
 
     def of_worker(self, worker: int) -> "Secrets":
@@ -81,7 +82,7 @@ def read_variables(pairs: Sequence[str]) -> dict[str, str]:
             raise SecretError(f"--env {pair}: write NAME=VALUE; a name has letters, digits and '_'")
         if SECRET_NAME.search(name):
             raise SecretError(
-                f"--env {name}: secrets must not appear in a command; put it in a file and use --env-file"
+                f"--env {name}: secrets must not appear in a command; put it in a file, and use --env-file"
             )
         found[name] = value
     return found
@@ -99,7 +100,7 @@ def gather(environ: Mapping[str, str], env_file: Path | None) -> Secrets:
         letters = sum(character.isascii() and character.isalnum() for character in value)
         if letters < SHORTEST or any(character.isspace() or not character.isprintable() for character in value):
             raise SecretError(
-                f"{name} is not a usable secret: at least {SHORTEST} letters or digits, and no spaces, are needed"
+                f"{name} is not a usable secret: it needs at least {SHORTEST} letters or digits, and no spaces"
             )
     return Secrets(known)
 

@@ -23,17 +23,18 @@ class Observation:
 
     slice: Slice | None
     job: JobStatus | None
-    """None: the machines cannot be reached."""
+    """The job's status; None if the machines cannot be reached."""
     over: int | None = None
     """The exit status with which another command has ended or stopped the run since this session began."""
     stopped_before: bool = False
-    """Whether the run was stopped there before this session began: other sessions may be about to delete the slice."""
+    """Whether the run was stopped on this slice before this session began; other sessions may be about to delete the
+    slice."""
     renting: bool = False
     """Whether this session has no slice yet, or has given up the last one."""
     wanted: bool = False
-    """Whether the run is known not to be over, so that a slice which is gone is to be replaced."""
+    """Whether the run is known not to be over, so that a missing slice should be replaced."""
     waited_s: float = 0.0
-    """Seconds since observations have been the same as this one."""
+    """Seconds for which observations have been equal to this one."""
 
 
 class Session:
@@ -42,7 +43,9 @@ class Session:
     def __init__(
         self, project: Project, spec: RunSpec, order: Order, zones: Sequence[str], endings: Endings, *, fresh: bool
     ) -> None:
-        """Set the run, and the order for its slices; `fresh`: none that exists was named, so the first is rented."""
+        """Set the run, and the order for its slices; `fresh`: rent the first slice, because no existing one was
+        named.
+        """
         self.slice: Slice | None = None
         self.title = order.name
         self._project = project
@@ -54,18 +57,20 @@ class Session:
         self._job: str | None = None
         endings.begin()
         found = project.slices.titled(order.name)
-        self._first = found[0] if found else None  # a stop that its label has now was before this command
+        self._first = found[0] if found else None  # a stop in its label was before this command
         if not fresh:
             self.slice = self._first
 
     @property
     def may_run(self) -> bool:
-        """Whether a job may be running on machines that do not answer, since one was started there."""
+        """Whether a job may be running on machines that do not respond, because one was started there."""
         return self.slice is not None and bool(self.slice.mark)
 
     @property
     def lasting(self) -> bool:
-        """Whether its slice is the user's own, made by `podium pod up`: it is not deleted while it is alive."""
+        """Whether the slice was rented by the user with `podium pod up`; such a slice is not deleted while it
+        is alive.
+        """
         return self.slice is not None and self.slice.run is None
 
     def observe(self) -> Observation:
@@ -96,12 +101,12 @@ class Session:
         return dataclasses.replace(seen, job=job if self._job is not None or job.unheard else none)
 
     def rent(self) -> None:
-        """Rent a slice, or find the one that another laptop has rented for this run, and wait until it is ready."""
+        """Rent a slice, or find a slice that another laptop has rented for this run, and wait until it is ready."""
         self._job = None
         self.slice = self._project.slices.up(self.order, self.zones, over=lambda: self._endings.status() is not None)
 
     def start(self) -> None:
-        """Start the run on workers that do not run it, unless it was stopped or lost the slice meanwhile."""
+        """Start the run on workers that do not run it, unless the run was stopped or lost the slice meanwhile."""
         project = self._project
         assert self.slice is not None
         job, needed = prepare(project.remote(self.slice), self._spec, clock=project.clock, say=project.say)
@@ -128,26 +133,28 @@ class Session:
             stop_job(project.remote(self.slice), self._job, clock=project.clock, say=project.say)
 
     def replace(self) -> None:
-        """Delete the slice; the next action is to rent another. Raises TakenError if it is alive and the user's own."""
+        """Delete the slice; the next action is to rent another. Raises TakenError if the slice is alive and was rented
+        by the user.
+        """
         assert self.slice is not None
         if self.lasting and self.slice.alive:
             name = self.slice.name
-            raise TakenError(f"{name} was made by podium pod up and is kept: podium pod down {name} deletes it")
+            raise TakenError(f"{name} was rented by podium pod up and is kept: podium pod down {name} deletes it")
         self._project.slices.give_up(self.slice, LOST)
         self.slice, self._job = None, None
 
     def give_back(self, status: int, *, told: bool) -> bool:
-        """Delete the slice at the end of the run; returns whether there was one.
+        """Delete the slice at the end of the run; returns whether there was a slice.
 
-        Unless others were `told` already, the run's exit status is recorded first, for commands that keep it alive too.
+        Unless already `told`, the run's exit status is first recorded for other commands that keep the run alive.
         """
         if not told:
             self._endings.add(status, self._project.world.random_word("WORD"))
         return self.slice is not None and self._project.slices.give_up(self.slice, f"{END}{status}")
 
     def show(self, job: JobStatus) -> None:
-        """Print new lines of worker 0's log. Errors are ignored: if the machine is gone, the next observation finds
-        out.
+        """Print new lines of worker 0's log. Errors are ignored: if the machine was lost, the next observation will
+        show it.
         """
         first = job.workers[0] or NO_JOB
         name = first["job"]
@@ -164,25 +171,27 @@ class Session:
             self._project.answer(text, end="")
 
     def _now(self) -> Slice | None:
-        """The run's slice as listed now, or the one by which another laptop has replaced it; None if there is none."""
+        """The run's slice as listed now, or the slice with which another laptop has replaced it; None if none is
+        listed.
+        """
         if self.slice is None:
             return None
         slices = self._project.slices
         now = slices.now(self.slice)
         if now is None and (others := slices.titled(self.title)) and others[0].run == self.order.run:
             now = others[0]
-            self._job = None  # attempts are counted again
+            self._job = None  # restart counting attempts
         self.slice = now or self.slice
         return now
 
     def _found(self, job: JobStatus) -> str | None:
-        """The run's job that another command has started, if it is under way; a setup is none."""
+        """The run's job that another command has started, if it is in progress; setups do not count."""
         names = [each["job"] for each in job.workers if each and each["state"] in UNDER_WAY]
         ours = (name for name in names if not name.startswith(SETUP) and self._spec.attempt(name) is not None)
         return next(ours, None)
 
     def _over(self, now: Slice) -> int | None:
-        """The exit status that the slice's label tells, if it was set since this session began."""
+        """The exit status in the slice's label, if it was set after this session began."""
         before = self._first.mark if self._first is not None and self._first.name == now.name else ""
         if now.mark.startswith(STOP) and now.mark != before:
             return STOPPED

@@ -15,9 +15,9 @@ from podium.pods.rental import RUNTIMES, tpu
 
 
 def sky_task(config: Config, type_name: str, *, zone: str | None, spot: bool, runtime: str | None) -> str:
-    """The task as YAML, for a type such as v6e-16; with several machines `runs_dir` must be a path they all share.
+    """The task as YAML, for a type such as v6e-16; with several machines, `runs_dir` must be a path that all share.
 
-    Without `zone`, SkyPilot finds one; without `runtime`, the TPU software version follows from the type.
+    Without `zone`, SkyPilot chooses one; without `runtime`, the TPU software version follows from the type.
     """
     accelerator = tpu(type_name)
     wanted = extras(config)

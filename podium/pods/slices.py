@@ -11,24 +11,24 @@ the others are deleted before it. A slice that was not the first when it was lis
 Nothing is stored here: every call queries what exists.
 """
 
-import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from podium.patience import Clock, Patience
 from podium.pods.gcloud import CHANGE_S, READ_S, ApiAnswer, Gcloud, GcloudError, Order
 from podium.pods.inventory import LOST, NAME, STATE, ApiObject, Slice, read_slices
-from podium.pods.patience import Patience
-from podium.pods.world import Clock, random_word
+from podium.pods.world import random_word
 
-PAUSES_S = (2.0, 5.0, 15.0, 30.0)
-"""Seconds between attempts of a request that may succeed soon."""
 POLL_S = 15.0
+LIST_S = 2.0
+"""Seconds between two checks whether lists show a request."""
 SETTLE_S = 60.0
 """Seconds by which lists may lag behind requests and deletions."""
 LATE_S = 10.0
-"""Seconds after a lost reply in which a slice may still appear."""
+"""Seconds after a lost reply within which a slice may still appear."""
 NAME_WORD = 8
 """Characters of the random word in a slice's name."""
 NODE_S = 1800.0
@@ -53,10 +53,10 @@ class InterruptedRentalError(SliceError):
 
 
 class PendingError(SliceError):
-    """gcloud failed after a request was made."""
+    """gcloud failed after a request was made, which may still be granted."""
 
     def __init__(self, title: str, zone: str, cause: GcloudError) -> None:
-        """The message says what may be rented."""
+        """`cause` is gcloud's error; the message says what may be rented."""
         super().__init__(
             f"{cause}\n{title} may be requested or rented in {zone}: podium pod down {title} withdraws it; the same "
             "command continues"
@@ -69,15 +69,15 @@ class DeletedError(SliceError):
 
 
 class TakenError(SliceError):
-    """The slice is another run's, or is not to be deleted by this one."""
+    """The slice belongs to another run, or this run may not delete it."""
 
 
 class RefusedError(SliceError):
-    """No zone gives the slice; nothing is left behind."""
+    """No zone grants the slice; no request or machine remains."""
 
     def __init__(self, order: Order, refused: Mapping[str, GcloudError | str]) -> None:
         lines = "".join(f"\n    {zone}: {reason}" for zone, reason in refused.items())
-        super().__init__(f"no zone gave {order.accelerator} for {order.name}, and nothing is left behind:{lines}")
+        super().__init__(f"no zone granted {order.accelerator} for {order.name}; no request or machine remains:{lines}")
         self.final = all(
             isinstance(each, GcloudError) and each.kind in ("denied", "invalid") for each in refused.values()
         )
@@ -85,7 +85,7 @@ class RefusedError(SliceError):
 
 
 class SliceLists:
-    """Lists the slices of a project, tells ours from others, and sets labels."""
+    """Lists the slices of a project, distinguishes the owner's from others, and sets labels."""
 
     def __init__(
         self,
@@ -96,29 +96,54 @@ class SliceLists:
         say: Callable[[str], None] = lambda line: None,
         random_word: Callable[[str], str] = random_word,
         parallel: int = 4,
+        follows: bool = False,
     ) -> None:
-        """Set the project and the owner; `say` prints progress, `parallel` zones are listed at once."""
+        """Set the project and the owner; `say` prints progress, `parallel` zones are listed at once.
+
+        With `follows`, for commands that follow a run or a request, waits without a limit while Google cannot be
+        reached.
+        """
         self.gcloud = gcloud
         self.owner = owner
         self.clock = clock
         self.say = say
         self.random_word = random_word
         self._parallel = parallel
+        self._follows = follows
+        self._speaking = threading.Lock()
         self._zones: list[str] | None = None
+
+    def ask(self, argv: Sequence[str], timeout_s: float = READ_S) -> ApiAnswer:
+        """Run a command until it answers, waiting while Google does not respond; the command must be safe to repeat.
+        Raises GcloudError.
+        """
+        speaks = self._speaking.acquire(blocking=False)  # when several lists fail at once, one line is enough
+        patience = Patience("Google", clock=self.clock, say=self.say if speaks else lambda line: None)
+        try:
+            while True:
+                try:
+                    return self.gcloud.ask(argv, timeout_s)
+                except GcloudError as error:
+                    if not error.transient and not error.uncertain:
+                        raise
+                    error.wait_out(patience, for_ever=self._follows)
+        finally:
+            if speaks:
+                self._speaking.release()
 
     def survey(
         self, zones: Iterable[str] | None = None, *, each_zone: bool = False, needed: Sequence[str] = ()
     ) -> list[Slice]:
         """List all slices of the project, ours and others', in these zones or in all.
 
-        A zone whose queue is not readable is reported and left out, since it contains nothing of ours; it is an error
-        if it is one of the `needed` zones. gcloud's list over all zones silently omits unreachable zones; with
-        `each_zone`, every zone is listed separately, and an unreachable one is an error.
+        A zone whose queue is not readable is reported and left out, because it cannot contain our slices; for `needed`
+        zones, it is an error. gcloud's list over all zones silently omits unreachable zones; with `each_zone`, every
+        zone is listed separately, and an unreachable one is an error.
         """
         self.gcloud.note("")
         wanted = self.zones if zones is None else list(zones)
         with ThreadPoolExecutor(self._parallel) as pool:
-            listed = pool.map(self._nodes, wanted) if each_zone else [self._answer(self.gcloud.argv.nodes())]
+            listed = pool.map(self._nodes, wanted) if each_zone else [self.ask(self.gcloud.argv.nodes())]
             nodes = [each for found in listed for each in found]
             if zones is None:
                 self.gcloud.note("for every zone:")
@@ -130,11 +155,11 @@ class SliceLists:
         """The zones in which this project may request TPUs."""
         # Not functools.cached_property: in Python 3.11 all its instances share one lock, and gcloud is slow.
         if self._zones is None:
-            self._zones = sorted(each["locationId"] for each in self._answer(self.gcloud.argv.zones()))
+            self._zones = sorted(each["locationId"] for each in self.ask(self.gcloud.argv.zones()))
         return self._zones
 
     def titled(self, name: str, *, each_zone: bool = False, needed: Sequence[str] = ()) -> list[Slice]:
-        """Our slices with this title or name, in all zones, the one requested first at the beginning.
+        """Our slices with this title or name, in all zones, ordered by the time of their request.
 
         The queues of `needed` zones must be readable.
         """
@@ -144,16 +169,16 @@ class SliceLists:
 
     def label(self, tpu_slice: Slice, labels: Mapping[str, str]) -> None:
         """Set labels of a slice's node."""
-        self._answer(self.gcloud.argv.label(tpu_slice.name, tpu_slice.zone, labels), CHANGE_S)
+        self.ask(self.gcloud.argv.label(tpu_slice.name, tpu_slice.zone, labels), CHANGE_S)
 
     def locate(self, name: str | None) -> Slice:
         """Find our slice with this name, or our only one; lists nodes first, because that is fast.
 
         Raises:
-            SliceError: there is none, or there are several.
+            SliceError: no slice matches, or more than one does.
         """
         self.gcloud.note("")
-        nodes = self._answer(self.gcloud.argv.nodes())
+        nodes = self.ask(self.gcloud.argv.nodes())
         for listed in (lambda: read_slices(nodes, []), self.survey):
             ours = [each for each in listed() if self.is_ours(each) and name in (None, each.title, each.name)]
             titles = sorted({each.title for each in ours})
@@ -165,63 +190,53 @@ class SliceLists:
         raise SliceError(f"{what}; podium pod ls lists slices, podium pod up rents one")
 
     def now(self, tpu_slice: Slice) -> Slice | None:
-        """The slice as listed now; None if it is gone."""
-        for each in read_slices(self._answer(self.gcloud.argv.nodes(tpu_slice.zone)), []):
+        """The slice as listed now; None if it no longer exists."""
+        for each in read_slices(self.ask(self.gcloud.argv.nodes(tpu_slice.zone)), []):
             if each.name == tpu_slice.name and each.state == "ready":
                 return each  # without reading the queue, which takes longer
         return self.named(tpu_slice.name, tpu_slice.zone)
 
     def is_ours(self, tpu_slice: Slice) -> bool:
-        """Whether it carries our owner's label."""
+        """Whether a slice carries our owner's label."""
         return tpu_slice.owner == self.owner
 
     def named(self, name: str, zone: str) -> Slice | None:
         """Our slice with this name in a zone."""
         with ThreadPoolExecutor(self._parallel) as pool:
-            nodes = pool.submit(self._answer, self.gcloud.argv.nodes(zone))
-            queued = pool.submit(self._answer, self.gcloud.argv.queued(zone))
+            nodes = pool.submit(self.ask, self.gcloud.argv.nodes(zone))
+            queued = pool.submit(self.ask, self.gcloud.argv.queued(zone))
         listed = read_slices(nodes.result(), queued.result())
         return next((each for each in listed if each.name == name and self.is_ours(each)), None)
 
     def _queued(self, zone: str, needed: Sequence[str] = ()) -> Sequence[ApiObject]:
         argv = self.gcloud.argv.queued(zone)
-        return self._answer(argv) if zone in needed else self._readable(argv, f"{zone}: its queue")
+        return self.ask(argv) if zone in needed else self._readable(argv, f"{zone}: its queue")
 
     def _nodes(self, zone: str) -> Sequence[ApiObject]:
         return self._readable(self.gcloud.argv.nodes(zone), f"{zone}: its nodes")
 
     def _readable(self, argv: Sequence[str], what: str) -> Sequence[ApiObject]:
-        """The result of a list command; without permission, say so and return an empty list."""
+        """The result of a list command; without permission, print that and return an empty list."""
         try:
-            return self._answer(argv)
+            return self.ask(argv)
         except GcloudError as error:
             if error.kind not in ("denied", "not_found", "invalid"):
                 raise
             self.say(f"{what} cannot be read ({error.text})")
             return []
 
-    def _answer(self, argv: Sequence[str], timeout_s: float = READ_S) -> ApiAnswer:
-        """Run a command that is safe to repeat, until it answers."""
-        for pause in PAUSES_S:
-            try:
-                return self.gcloud.ask(argv, timeout_s)
-            except GcloudError as error:
-                if not error.transient and not error.uncertain:
-                    raise
-            self.clock.sleep(pause)
-        return self.gcloud.ask(argv, timeout_s)
-
 
 class Slices(SliceLists):
     """Rents and deletes the slices of one owner in one project."""
 
     def up(self, order: Order, zones: Sequence[str], *, over: Callable[[], bool] = lambda: False) -> Slice:
-        """Rent a slice in the first zone that grants it, or use the one of its title, and wait until it is ready.
+        """Rent a slice in the first zone that grants it, or use the existing slice of that title, and wait until it is
+        ready.
 
         Args:
             order: what to rent, and for which run.
             zones: tried in this order.
-            over: whether the run has ended meanwhile; asked before and after each request.
+            over: whether the run has ended meanwhile; called before and after each request.
 
         Raises:
             TakenError: the slice of this title was rented for another run.
@@ -231,28 +246,23 @@ class Slices(SliceLists):
             GcloudError: gcloud is unusable, or does not answer; nothing was requested.
         """
         asking = _Asking(order, zones)
-        patience = Patience(self.clock, self.say, f"the request for {order.name} stays")
-        while True:
-            try:
-                got = self._advance(asking, over, patience)
-            except GcloudError as error:
-                if not asking.standing:
-                    raise
-                try:
-                    patience.wait(error)
-                except GcloudError:
-                    raise PendingError(order.name, asking.standing, error) from error
-                continue
-            if got is not None:
-                return got
+        try:
+            while (got := self._advance(asking, over)) is None:
+                pass
+        except GcloudError as error:
+            if not asking.standing:
+                raise
+            raise PendingError(order.name, asking.standing, error) from error
+        return got
 
-    def _advance(self, asking: "_Asking", over: Callable[[], bool], patience: Patience) -> Slice | None:
-        """Do what is next for an order: ask a zone, wait, or delete what is useless. Returns the slice once ready."""
+    def _advance(self, asking: "_Asking", over: Callable[[], bool]) -> Slice | None:
+        """Do the next thing for an order: ask a zone, wait, or delete useless slices. Returns the slice once it is
+        ready.
+        """
         order = asking.order
         if asking.unseen:
             self._list(asking)
         found = self.titled(order.name, needed=asking.zones)
-        patience.reset()
         holder = found[0] if found else None
         if over():
             self.delete([each for each in found if each.name in asking.asked])
@@ -260,7 +270,7 @@ class Slices(SliceLists):
         if holder is not None:
             _check(holder, order)
             asking.standing = holder.zone
-        # Nobody uses these: the first holds the title.
+        # Nobody uses these, because the first holds the title.
         self.delete([each for each in found[1:] if each.name in asking.asked or (each.run and each.run == order.run)])
         if holder is None:
             self._ask(asking)
@@ -271,21 +281,21 @@ class Slices(SliceLists):
             asking.standing = ""
         elif holder.state == "ready":
             return holder
-        elif reason := self._wait(asking, holder, patience):
+        elif reason := self._wait(asking, holder):
             asking.refused[holder.zone] = reason
             self.say(f"{holder.zone}: {reason}")
         return None
 
     def down(self, name: str, run: str | None = None) -> list[Slice]:
-        """Delete our slices with this title or name in all zones, verify that they are gone, and return them.
+        """Delete our slices with this title or name in all zones, verify that they no longer exist, and return them.
 
         With `run`, only those that were rented for this run. Raises SliceError if something remains.
         """
         found = [each for each in self.titled(name) if run in (None, each.run)]
-        if not found:  # a request without a reply may still be carried out, or its zone may be unreachable for a moment
+        if not found:  # a request without a reply may be in progress, or its zone unreachable
             self.clock.sleep(LATE_S)
             found = [each for each in self.titled(name, each_zone=True) if run in (None, each.run)]
-        self.gcloud.note(f"for every slice of yours that is named {name}; the second if it was not queued:")
+        self.gcloud.note(f"for every slice of yours that is named {name} (the second command if it was not queued):")
         self.delete(found)
         return found
 
@@ -298,9 +308,9 @@ class Slices(SliceLists):
             self._delete(each)
 
     def give_up(self, tpu_slice: Slice, mark: str) -> bool:
-        """Delete a slice on which other commands may start the same run: after this mark they no longer do.
+        """Delete a slice on which other commands might start the same run, after setting `mark`, which prevents that.
 
-        Returns whether it was still listed.
+        Returns whether the slice was still listed.
         """
         found = self.titled(tpu_slice.title)
         listed = next((each for each in found if each.name == tpu_slice.name), None)
@@ -312,7 +322,7 @@ class Slices(SliceLists):
         return True
 
     def withdraw(self, tpu_slice: Slice) -> bool:
-        """Delete a request that has no machines; returns False if it has got some meanwhile."""
+        """Delete a request that has no machines; returns False if it has received machines meanwhile."""
         argv = self.gcloud.argv.delete(tpu_slice.name, tpu_slice.zone, queued=True, force=False)
         try:
             self.gcloud.checked(argv)
@@ -346,7 +356,8 @@ class Slices(SliceLists):
         return True
 
     def _ask(self, asking: "_Asking") -> None:
-        """Request it in the next zone, under a new name, until it is certain that the zone has accepted or refused it.
+        """Request a slice in the next zone, under a new name, until it is certain that the zone has accepted or
+        refused.
 
         Raises RefusedError if no zone is left.
         """
@@ -372,26 +383,27 @@ class Slices(SliceLists):
         asking.refused[zone] = error
 
     def _created(self, order: Order, name: str, zone: str) -> GcloudError | None:
-        """Request a slice, again if no reply comes; returns the last error, or None if the request stands."""
-        error: GcloudError | None = None
+        """Request a slice, repeatedly if no reply arrives; returns the last error, or None if the request was
+        accepted.
+        """
         order = dataclasses.replace(order, labels={**order.labels, NAME: order.name})
-        for pause in (*PAUSES_S, None):
+        patience = Patience("Google", clock=self.clock, say=self.say)
+        while True:
             try:
                 self.gcloud.checked(self.gcloud.argv.create(order, name, zone))
                 return None
             except GcloudError as failed:
                 error = failed
-            if error.kind == "exists":  # by this request, whose reply was lost
+            if error.kind == "exists":  # created by this request, whose reply was lost
                 return None
-            if error.uncertain:
-                with contextlib.suppress(GcloudError):  # unknown, so the request is repeated
-                    if self.named(name, zone) is not None:
-                        return None
-            elif error.kind != "rate":
+            if not error.uncertain and error.kind != "rate":
                 return error
-            if pause is not None:
-                self.clock.sleep(pause)
-        return error
+            try:
+                if self.named(name, zone) is not None:
+                    return None
+                error.wait_out(patience)
+            except GcloudError:
+                return error
 
     def _list(self, asking: "_Asking") -> None:
         """Wait until lists show the request made last."""
@@ -401,28 +413,27 @@ class Slices(SliceLists):
         until = self.clock.monotonic() + SETTLE_S
         while self.named(name, zone) is None:
             if self.clock.monotonic() > until:
-                asking.refused[zone] = "it was requested and never listed"
+                asking.refused[zone] = "it was requested and never appeared in lists"
                 asking.standing = ""
                 self.say(f"{zone}: {asking.refused[zone]}")
                 break
-            self.clock.sleep(PAUSES_S[0])
+            self.clock.sleep(LIST_S)
         asking.unseen = None
 
-    def _wait(self, asking: "_Asking", holder: Slice, patience: Patience) -> str | None:
-        """Wait until it is ready; returns why it never will be. Raises DeletedError if other commands withdrew it."""
+    def _wait(self, asking: "_Asking", holder: Slice) -> str | None:
+        """Wait until the slice is ready; otherwise returns why it never will be. Raises DeletedError if another command
+        withdrew it.
+        """
         self.gcloud.note("until it is ready:")
         began = seen = self.clock.monotonic()  # time asleep does not count
         creating: float | None = None  # since when
         detail = ""
         while True:
-            try:
-                listed = self.named(holder.name, holder.zone)
-            except GcloudError as error:
-                patience.wait(error)
-                seen = self.clock.monotonic()
-                continue
-            patience.reset()
+            asked = self.clock.monotonic()
+            listed = self.named(holder.name, holder.zone)
             now = self.clock.monotonic()
+            seen += now - asked  # time in which Google did not respond
+            creating = creating and creating + now - asked
             if listed is None or listed.state == "deleting":
                 if now - seen > SETTLE_S:
                     break
@@ -448,16 +459,16 @@ class Slices(SliceLists):
 
 @dataclasses.dataclass
 class _Asking:
-    """What has come of an order so far."""
+    """The progress of an order so far."""
 
     order: Order
     zones: Sequence[str]
     refused: dict[str, GcloudError | str] = dataclasses.field(default_factory=dict)
-    """Zones and their reasons."""
+    """Zones that have refused, with their reasons."""
     asked: set[str] = dataclasses.field(default_factory=set)
     """Names of the requests that this command made."""
     standing: str = ""
-    """The zone in which a request may stand."""
+    """The zone in which a request may be pending; empty if none."""
     unseen: tuple[str, str] | None = None
     """Name and zone of the last request, until lists show it."""
 
@@ -471,7 +482,7 @@ class _Asking:
 
 
 def _check(holder: Slice, order: Order) -> None:
-    """Raise an error unless the order may use a slice of its title."""
+    """Raise TakenError or BadRequestError unless the order may use the existing slice of its title."""
     if holder.run not in (None, order.run):
         raise TakenError(
             f"{holder.name} in {holder.zone} was rented for the run {holder.run} (podium pod run --keep-alive); choose "

@@ -2,10 +2,12 @@
 # sbatch THIS_FILE     in a checkout of Podium on a file system that all nodes share. A job that is requeued, because a
 #                      node failed, it was preempted, or its time was over, continues from its last checkpoint.
 # scancel JOB          ends it, and leaves it the cluster's KillWait to save;
-# scancel --signal=USR1 --batch JOB     has it save, with no limit, and be requeued: as Slurm does before its time is over.
+# scancel --signal=USR1 --batch JOB     has it save, with no limit, and be requeued: as before its time is over.
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --time={time}
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -26,18 +28,33 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 PODRUN_COORDINATOR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'):{port}
 export PODRUN_COORDINATOR
 stopping=
-trap 'stopping=1; scancel --signal=TERM "$SLURM_JOB_ID.0"' USR1
-srun --kill-on-bad-exit=0 --label bash -c '
+trap '[ -n "$stopping" ] || scancel --signal=TERM "$SLURM_JOB_ID.0"; stopping=1' USR1
+srun --cpu-bind=none --kill-on-bad-exit=0 --label bash -c '
     export PODRUN_WORKER=$SLURM_PROCID PODRUN_JOB_DIR=$PODRUN_JOBS/$SLURM_PROCID
     mkdir -p "$PODRUN_JOB_DIR"
     exec "$PODRUN_PYTHON" -m podium.cli train "$PODRUN_JOBS/config.yaml" --plain' &
 step=$!
+# Slurm gives {notice_s} s of notice, this more if the last save took long; a job that is still there at the end is
+# requeued, because Slurm requeues none whose time is over.
+end=$(date -d "$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*EndTime=\([^ ]*\).*/\1/p')" +%s)
+notice=$("$PODRUN_PYTHON" -m podium.job.save_notice {run})
+half=$(((end - $(date +%s)) / 2))
+until_left() {{ local wait_s=$((end - $(date +%s) - $1)); sleep $((wait_s > 0 ? wait_s : 0)) & wait $!; }}
+(
+    trap 'kill $! 2>/dev/null; exit' TERM
+    until_left $((notice < half ? notice : half))
+    kill -USR1 $$
+    until_left 20
+    scontrol requeue "$SLURM_JOB_ID"
+) &
+timer=$!
 wait "$step"
 status=$?
 while kill -0 "$step" 2>/dev/null; do   # the signal ended the wait, not the step
     wait "$step"
     status=$?
 done
+kill "$timer" 2>/dev/null
 "$PODRUN_PYTHON" -m podium.job.report "$PODRUN_JOBS"
 if [ -n "$stopping" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$status"

@@ -17,16 +17,16 @@ _METRICS = ("train-reward/total/mean", "time/train/step_s")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SliceFacts:
-    """Facts about a slice that `--json` prints besides the fields of `Slice`."""
+    """Facts about a slice that `--json` prints in addition to the fields of `Slice`."""
 
     created: str | None  # ISO 8601, UTC
     requested: str | None  # the same
     owner: str | None
-    title: str  # what its owner calls it
+    title: str  # the owner's name for the slice
     lease: float | None  # seconds without a job after which `podium pod reap` deletes it
     hours: float  # charged so far
     usd: float | None
-    """On-demand list price of these hours; spot costs less. None: no price is known."""
+    """On-demand list price of these hours; spot costs less. None if the price is unknown."""
 
 
 def slice_facts(tpu_slice: Slice, now: float) -> SliceFacts:

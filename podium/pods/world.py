@@ -1,6 +1,6 @@
-"""What the commands need from outside: gcloud, the time, the user's name, random words, a terminal.
+"""What the commands need from their environment: gcloud, the time, the user's name, random words, a terminal.
 
-`WORLD` is the real one. A dry run (`podium.pods.rehearsal`) and the tests put others in its place.
+`WORLD` is the real one. A dry run (`podium.pods.rehearsal`) and the tests replace it.
 """
 
 import dataclasses
@@ -10,41 +10,26 @@ import secrets
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from podium.patience import Clock
 from podium.pods.gcloud import Runner, run_process
 from podium.pods.inventory import owner_label
 
 OWNER_VARIABLE = "PODRUN_OWNER"
-"""Owner of the slices, as a label's value, where gcloud's account is a machine's own."""
+"""Environment variable with the owner's label for slices, on machines where gcloud's account is a service account."""
 RUN_VARIABLE = "PODRUN_RUN"
-"""The run that a machine of `--on-vm` keeps alive, as a label's value; `podium pod down` there deletes only its own."""
-
-
-class Clock(Protocol):
-    """Time and waiting, as the module `time` has them."""
-
-    def monotonic(self) -> float:
-        """Seconds for which this machine has been awake, from any beginning."""
-        ...
-
-    def time(self) -> float:
-        """Seconds since 1970."""
-        ...
-
-    def sleep(self, seconds: float, /) -> None:
-        """Wait."""
-        ...
+"""Environment variable with the label of the run that a machine of `--on-vm` keeps alive; `podium pod down` on that
+machine deletes only this run's slices."""
 
 
 def random_word(purpose: str) -> str:
-    """A word that was never used before; a dry run shows its purpose instead."""
+    """Make a random word, which is practically unique; a dry run shows its purpose instead."""
     return secrets.token_hex(8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class World:
-    """Everything that a command takes from outside."""
+    """Everything that a command takes from its environment."""
 
     runner: Runner = run_process
     foreground: Callable[[Sequence[str]], int] = subprocess.call
@@ -53,14 +38,14 @@ class World:
     user: Callable[[], str] = getpass.getuser
     random_word: Callable[[str], str] = random_word
     note: Callable[[str], None] = lambda when: None
-    """Receives when the next gcloud commands are run; a dry run prints it before them."""
+    """Called with a description of when the next gcloud commands are run, which a dry run prints before them."""
     parallel: int = 4
-    """Lists that are requested at once."""
+    """Number of lists that are requested concurrently."""
     quiet: bool = False
-    """Whether to print no results and progress: true in a dry run, where they would be invented."""
+    """Whether to suppress results and progress; true in a dry run, where they would be invented."""
 
     def owner(self, account: str | None) -> str:
-        """The owner's label for slices rented under a gcloud account; None: this machine's user."""
+        """The owner's label for slices rented under a gcloud account; None for this machine's user."""
         return os.environ.get(OWNER_VARIABLE) or owner_label(account or self.user())
 
 

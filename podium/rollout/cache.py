@@ -1,12 +1,12 @@
 """The engine's cache: keys and values in pages, recurrent states, and the hidden states that first tokens need.
 
 A page holds P positions of one sequence; a table lists a sequence's pages in order. Each batch shard has its own pages,
-numbered from 0 in tables; a number beyond the last page means no page, and writes to it are dropped. The head dimension
+numbered from 0 in tables; a number beyond the last page means no page, and writes there are dropped. The head dimension
 comes before positions. How a head is stored in a page depends on the platform and the head size
 (`podium.config.attention_blocks.kv_layout`): transposed keys on CPU, rows that fill whole tiles on TPU.
 
-Each page also stores the hidden state of the last of its tokens that prefill computed. It is copied with the page to
-each of a prompt's completions, whose first tokens are sampled from it without another forward pass.
+Each page also stores the hidden state of the last of its tokens that prefill computed. This state is copied with the
+page to each of a prompt's completions, so that their first tokens are sampled without another forward pass.
 
 Data of a fixed size per sequence is stored in its cell (`podium.rollout.cache_layout`), numbered per shard like pages:
 the states of recurrent layers, and rings. A ring holds the pages of a windowed layer: page c of the sequence is the
@@ -14,8 +14,8 @@ ring's page c modulo the ring's length, and overwrites positions that the window
 
 Attention loops over blocks of pages up to the longest sequence of its rows, with a running softmax (arXiv:1805.02867):
 its cost depends on the tokens in the cache, not on the cache's size, and a row's bits do not depend on other rows. With
-a window, each row's blocks begin at the page of the oldest token that it sees, so that a layer reads no more than the
-pages of a window, whatever the rows' lengths are. Decoding has a kernel for GPUs (`podium.kernels.gpu_decode`).
+a window, each row's blocks begin at the page of the oldest token that it sees, so that a layer reads only the pages of
+a window, however long the rows are. Decoding has a kernel for GPUs (`podium.kernels.gpu_decode`).
 """
 
 import contextlib
@@ -29,7 +29,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from podium.config.attention_blocks import KvLayout, cache_block_pages, kv_layout, window_blocks, window_scope
+from podium.config.attention_blocks import (
+    KvLayout,
+    cache_block_pages,
+    gpu_kernel_decodes,
+    kv_layout,
+    window_blocks,
+    window_scope,
+)
 from podium.config.recurrence import whole_tiles
 from podium.config.schema import RolloutConfig
 from podium.config.sizes import cache_pages, ring_piece, touched_pages
@@ -47,7 +54,7 @@ STATE_AXES = ("batch", None)
 CPU_ROWS = 16
 """Number of rows whose pages a CPU reads at once in decoding (LOG.md)."""
 CPU_ROWS_LEAST = 8
-"""Smallest such number: products with fewer rows round differently."""
+"""Smallest number of rows that a CPU reads at once: products with fewer rows round differently."""
 NO_PAGE = 2**30  # table entry that means no page
 Tree = TypeVar("Tree")
 
@@ -55,7 +62,7 @@ Tree = TypeVar("Tree")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KvPages:
-    """Keys and values of the layers at one place of the decoder."""
+    """Keys and values of the layers at one place (`decoder.places`)."""
 
     keys: jax.Array | None  # rotated; [L, N, K, W, P] if transposed, else [L, N, K, P, W]; None: joined with the values
     values: jax.Array  # [L, N, K, P, W]; joined: the key is in a row's first Q numbers, the value in the next Q
@@ -64,12 +71,12 @@ class KvPages:
 
     @property
     def page_tokens(self) -> int:
-        """P: positions per page."""
+        """Positions per page, P."""
         return self.values.shape[3]
 
     @property
     def key_dims(self) -> str:
-        """Einsum names of the dimensions of a layer's keys; `q` stands for W."""
+        """Einsum names of the dimensions of a layer's keys; `q` stands for the row width W."""
         return "nkqp" if self.layout.transposed else "nkpq"
 
     @property
@@ -81,7 +88,7 @@ class KvPages:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlaceCache:
-    """The cached arrays of the layers at one place."""
+    """The cached arrays of the layers at one place (`decoder.places`)."""
 
     kv: KvPages | None
     states: tuple[jax.Array, ...]  # [L, M, ...] for M cells
@@ -91,7 +98,7 @@ class PlaceCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hidden:
-    """For each page, the hidden state of its last token that prefill computed."""
+    """For each page, the hidden state of the last of its tokens that prefill computed."""
 
     states: jax.Array  # [N, D]
     page_tokens: int = dataclasses.field(metadata={"static": True})  # P
@@ -175,7 +182,7 @@ def make_empty(abstract: Cache) -> Callable[[], Cache]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows of a call, as layers see them through the cache: each is a sequence with new tokens."""
+    """The rows of a call: each is a sequence with new tokens, whose cached data layers access through this."""
 
     tables: jax.Array  # [R, W] int32, pages of each row's sequence
     cells: jax.Array  # [R] int32, cell of each row's sequence
@@ -189,7 +196,7 @@ class Rows:
         self, kept: PlaceCache, at: At, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[PlaceCache, jax.Array]:
         """Write the new keys and values; returns the updated cache and the attention's output [R, T, H, Q]."""
-        assert kept.kv is not None, "a layer that attends declares its heads in Work"
+        assert kept.kv is not None, "a layer with attention declares its heads in Work"
         tables = self.tables
         if (ring := kept.kv.ring) is not None:
             tables = self.cells[:, None] * ring + jnp.arange(tables.shape[1])[None] % ring
@@ -212,7 +219,7 @@ class Rows:
 
     @jax.named_scope("cache")
     def _read(self, stored: States, axes: Sequence[tuple[str | None, ...]], at: At, initial: States) -> States:
-        """The rows' states, from their cells; those of sequences without previous tokens are `initial`."""
+        """Read the rows' states from their cells; sequences without previous tokens get `initial`."""
         begun, axes = self.starts > 0, axes[: len(stored)]
 
         def read(stored: States, layer: jax.Array, cells: jax.Array) -> States:
@@ -298,7 +305,7 @@ class Heads(NamedTuple):
 
 
 Extend = Callable[[KvPages, jax.Array, Spans, jax.Array | None, Heads], tuple[KvPages, jax.Array]]
-"""`(cache, layer, spans, sinks, heads) -> (cache, output)`: `extend` on one device."""
+"""`extend` on one device: `(cache, layer, spans, sinks, heads) -> (cache, output)`."""
 
 
 def extend(
@@ -317,8 +324,8 @@ def extend(
         cache: N pages per layer.
         layer: [] int32, index of the layer.
         spans: where the tokens go.
-        heads: their queries, keys and values.
-        rules: how rows and pages are split over devices; each device reads and writes only its own.
+        heads: the tokens' queries, keys and values.
+        rules: how rows and pages are split over devices; each device reads and writes only its own rows and pages.
         window: number of positions that a query attends to, including its own; None: all.
         sinks: [H], score of each head with a key that has no value (`At.sinks`); None: no such key.
 
@@ -333,7 +340,7 @@ def extend(
         at, T = At(layer, window, sinks), heads.q.shape[1]
         reach = _reach(window, T, cache.page_tokens, spans.tables.shape[1])
         scope = contextlib.nullcontext() if reach is None else jax.named_scope(window_scope(reach))
-        if T == 1 and rules.kernels == "gpu" and gpu_decode.fits(cache.page_tokens, heads.q.shape[-1]):
+        if T == 1 and rules.kernels == "gpu" and gpu_kernel_decodes(cache.page_tokens, heads.q.shape[-1]):
             return _by_kernel(cache, at, spans, heads, scope)
         cache = (_append if T == 1 else _write)(cache, layer, spans, heads.k, heads.v)
 
@@ -361,7 +368,9 @@ def extend(
 
 
 def _in_pieces(local: Extend, piece: int) -> Extend:
-    """Apply `local` to chunks of any length, `piece` tokens at a time: a ring holds the window plus one piece."""
+    """Apply `local` to chunks of any length, `piece` tokens at a time, because a ring holds only the window plus one
+    piece.
+    """
 
     def whole(
         cache: KvPages, layer: jax.Array, spans: Spans, sinks: jax.Array | None, heads: Heads
@@ -403,16 +412,16 @@ def _append(cache: KvPages, layer: jax.Array, spans: Spans, k: jax.Array, v: jax
 
 
 def _or_beyond(wanted: jax.Array, places: jax.Array, count: int) -> jax.Array:
-    """`places` where `wanted`; elsewhere distinct places beyond the `count` existing ones, to which nothing is written.
+    """Keep `places` where `wanted`; replace the others by distinct indices beyond `count`, to which nothing is written.
 
-    All places differ, so the order of writes does not matter; otherwise a GPU, whose programs are deterministic, would
-    sort them first.
+    Because all indices differ, the order of writes does not matter; otherwise a GPU with deterministic programs would
+    sort the writes first.
     """
     return jnp.where(wanted, places, count + jnp.arange(places.size).reshape(places.shape))
 
 
 def _rows(cache: KvPages, k: jax.Array, v: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-    """Keys and values [..., Q] as rows [..., W] as they are stored."""
+    """Convert keys and values [..., Q] to stored rows [..., W]."""
     if cache.layout.joined:
         return None, _widened(jnp.concatenate([k, v], axis=-1), cache.layout.width)
     return _widened(k, cache.layout.width), _widened(v, cache.layout.width)
@@ -464,7 +473,7 @@ def _reach(window: int | None, new: int, page_tokens: int, columns: int) -> int 
 def _by_kernel(
     cache: KvPages, at: At, spans: Spans, heads: Heads, scope: contextlib.AbstractContextManager[object]
 ) -> tuple[KvPages, jax.Array]:
-    """Write one token per row and attend from it, in a GPU's kernel."""
+    """Write one token per row and attend from it, with the GPU kernel."""
     lengths = jnp.where(spans.counts > 0, spans.starts + 1, 0)
     pages = gpu_decode.Pages(cache.stored_keys, cache.values, at.layer, spans.tables, lengths)
     token = gpu_decode.Token(*(x[:, 0] for x in heads))
@@ -502,7 +511,8 @@ class _PagesRead(NamedTuple):
 def _pages_read(spans: Spans, window: int | None, reach: int | None, at_once: int, page_tokens: int) -> _PagesRead:
     """The pages to read, in blocks of at most `at_once`.
 
-    With `reach`, no more pages of a row than that, from the page of the oldest token that any of its queries sees.
+    With `reach`, at most that many pages per row, starting with the page of the oldest token that any query of the row
+    sees.
     """
     tables, begins = spans.tables, None
     if reach is not None:
@@ -564,7 +574,9 @@ def _attend(cache: KvPages, at: At, read: _PagesRead, spans: Spans, q: jax.Array
 
 @jax.named_scope("cache")
 def keep_states(cache: Cache, rows: Rows, states: jax.Array) -> Cache:
-    """Store the hidden states [R, D] of each row's last new token with its page; skip rows without new tokens."""
+    """Store the hidden states [R, D] of each row's last new token with the token's page; skip rows without new
+    tokens.
+    """
     rules, lengths = rows.rules, rows.starts + rows.counts
 
     def keep(kept: jax.Array, tables: jax.Array, lengths: jax.Array, counts: jax.Array, states: jax.Array) -> jax.Array:
@@ -591,14 +603,14 @@ def kept_states(cache: Cache, tables: jax.Array, lengths: jax.Array, rules: Shar
 
 
 def _last_page(tables: jax.Array, lengths: jax.Array, page_tokens: int) -> jax.Array:
-    """[R] int32: the page of each sequence's last token."""
+    """The page of each sequence's last token, [R] int32."""
     column = (jnp.maximum(lengths, 1) - 1) // page_tokens
     return jnp.take_along_axis(tables, column[:, None], axis=1, mode="clip")[:, 0]
 
 
 @jax.named_scope("cache")
 def copy_pages(cache: Cache, sources: jax.Array, targets: jax.Array, rules: ShardingRules) -> Cache:
-    """Copy pages, each shard its own; a target beyond the last page ends a shard's list.
+    """Copy pages within each shard; a target beyond the last page ends a shard's list.
 
     `sources` and `targets` are [S] int32, with the same number for each shard.
     """
@@ -636,7 +648,7 @@ def _copied(
 ) -> Tree:
     """Copy runs of `each` entries along N within arrays [L, N, ...] with these logical axes.
 
-    Runs are copied one after another, in place; on a GPU all at once, because there each iteration of a loop waits for
+    Runs are copied one after another, in place; on a GPU, all at once, because each iteration of a loop there waits for
     the host.
     """
 

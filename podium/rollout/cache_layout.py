@@ -20,12 +20,12 @@ class Kept(NamedTuple):
     layers: int
     """Number of layers at this place."""
     kv_heads: int
-    """Number of key/value heads; 0: no keys and values."""
+    """Number of key/value heads; 0 without keys and values."""
     head_dim: int
     window: int | None
-    """Number of keys that a query sees, including its own; None: all before it."""
+    """Number of keys that a query sees, including its own; None for all previous keys."""
     ring: int | None
-    """Pages per cell for the keys and values; None: they are in the sequence's pages."""
+    """Pages per cell for the keys and values; None if these are stored in the sequence's pages."""
     states: tuple[StateSpec, ...]
     """Arrays stored in a cell."""
 
@@ -49,7 +49,7 @@ def kept_places(decoder: DecoderConfig, rollout: RolloutConfig) -> tuple[Kept, .
 def num_cells(decoder: DecoderConfig, rollout: RolloutConfig) -> int:
     """Number of cells over all shards: one per slot, and one per prompt that a prefill call can compute.
 
-    It is 0 if no layer stores data of a fixed size.
+    The number is 0 if no layer stores data of a fixed size.
     """
     fixed = any(each.ring is not None or each.states for each in kept_places(decoder, rollout))
     return rollout.slots + rollout.prefill_rows if fixed else 0

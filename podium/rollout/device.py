@@ -60,7 +60,7 @@ class Device:
         dtype: jnp.dtype,
         overlap: bool | None = None,
     ) -> None:
-        """Make the programs; each is compiled at its first use, or before it (`compile_ahead`).
+        """Make the programs; each is compiled at its first use, or earlier (`compile_ahead`).
 
         `load` and the first call of a program allocate memory.
 
@@ -68,11 +68,11 @@ class Device:
             config: lengths, slots, pages and rows of the programs; sampling settings come with each request.
             decoder: the model.
             rules: a layout of ROLLOUT_LAYOUTS on a mesh.
-            dtype: of the weights; activations and cache follow it (`podium.models.linear`).
+            dtype: number format of the weights; activations and cache follow it (`podium.models.linear`).
             overlap: `EngineDevice.overlap`. Unset: True except on CPU, where host and device are the same.
 
         Raises:
-            ValueError: slots or prefill rows do not divide over devices.
+            ValueError: slots or prefill rows are not divisible by the number of devices.
         """
         self.config = config
         self.decoder = decoder
@@ -94,10 +94,10 @@ class Device:
         self.resize(config.slots)
 
     def compile_ahead(self, ahead: CompileAhead) -> None:
-        """Begin to compile prefills, page copies and decode steps, decode steps first; each call waits for its own
+        """Start compiling prefills, page copies and decode steps, decode steps first; each call waits for its own
         program.
 
-        Copies of cells, and the programs that `extra_calls` names, are compiled at their first call.
+        Copies of cells, and the programs that `extra_calls` names, are compiled on their first call.
         """
         calls = engine_calls(self.programs, self.config, self.decoder, self.rules, self.dtype)
         ahead.begin(sorted(calls.items(), key=lambda item: not item[0].startswith("decode")))
@@ -117,11 +117,11 @@ class Device:
 
     @property
     def loaded(self) -> bool:
-        """Whether there are weights."""
+        """Whether weights are loaded."""
         return self.params is not None
 
     def load(self, params: Params) -> None:
-        """Copy these weights and use them from now on, in place of the old ones."""
+        """Copy these weights and use them from now on, instead of the old ones."""
         self.params = None  # free the old version before the new one is made
         if self.decoder.lora is not None and self.decoder.lora.merged:
             self.params = self.programs.sync(params | self._frozen)
@@ -165,7 +165,7 @@ class Device:
         where = nonfinite_layer(self._loaded(), sequence.tokens, self.decoder, self.rules, self.dtype)
         key = sequence.key
         begun = f"request {key.request}, completion {key.completion}, after {sequence.length} tokens"
-        return f"{begun}: the model's logits are NaN or infinite; {where}. Find out what made the weights diverge"
+        return f"{begun}: the model's logits are NaN or infinite; {where}. Find out why the weights diverged"
 
     def num_compiled(self) -> int:
         """Number of variants of the programs that have been called so far, each of which was compiled once."""
@@ -250,7 +250,8 @@ class Device:
         return self._replicate(tree) if self._over_hosts else tree
 
     def _remember(self, penalised: bool) -> None:
-        """Keep track of the tokens in slots' sequences while any row has a repetition penalty, and stop once none has.
+        """Keep track of the tokens in slots' sequences while any row has a repetition penalty, and stop once no row has
+        one.
 
         A row with a penalty that continues from the previous call is tracked already; the other rows' tokens are not
         read.
@@ -280,14 +281,15 @@ class Device:
             slots.where.seen[row] = words_of(sequence.tokens, self._words)
 
     def _loaded(self) -> Params:
-        assert self.params is not None, "weights are loaded before anything is decoded"
+        assert self.params is not None, "weights must be loaded before anything is decoded"
         return self.params
 
     def _made_cache(self) -> Cache:
         return self._make_cache() if self._cache is None else self._cache
 
     def _put(self, tree: Tree) -> Tree:
-        """Put host arrays of rows on the devices that split them. Copies first, because the host reuses its arrays.
+        """Put host arrays of rows on the devices that split them. Copies the arrays first, because the host reuses
+        them.
 
         `device_put(..., may_alias=False)` does not always copy: on CPU it uses an aligned numpy array in place, and a
         call that is still running would then read what the host writes for the next one.

@@ -186,7 +186,7 @@ class RolloutEngine:
         counts.generate_s += ended - begun
 
     def poll(self) -> list[Finished]:
-        """Completions and turns that ended since the last call, in the order in which they ended."""
+        """The completions and turns that ended since the last call, in the order in which they ended."""
         return self._take_finished()
 
     def extend(
@@ -194,7 +194,7 @@ class RolloutEngine:
     ) -> None:
         """Generate the next turn of a parked completion, after appending `tokens`; `poll` returns the turn.
 
-        Raises ValueError if it is not parked, or would exceed the engine's shapes.
+        Raises ValueError if the completion is not parked, or would exceed the engine's shapes.
         """
         sequence, new = self._parked(key), list(tokens)
         self._check_turn((*sequence.tokens, *new), sampling)
@@ -204,8 +204,8 @@ class RolloutEngine:
     def park(self, key: Key) -> None:
         """Take a completion out of its slot or the queue until `resume` or `extend`.
 
-        Does nothing if the completion has ended or is parked already. Raises ValueError if it is unknown: cancelled, or
-        ended and polled.
+        Does nothing if the completion has ended or is parked already. Raises ValueError if the completion is unknown:
+        cancelled, or ended and polled.
         """
         sequence = self._known(key)
         self._read_all()
@@ -213,14 +213,16 @@ class RolloutEngine:
             self._scheduler.park(sequence)
 
     def resume(self, key: Key) -> None:
-        """Continue a parked completion in mid-turn. Raises ValueError if its turn has ended, or if it is not parked."""
+        """Continue a parked completion in mid-turn. Raises ValueError if the turn has ended, or if the completion is
+        not parked.
+        """
         sequence = self._parked(key)
         if sequence.finish_reason is not None:
-            raise ValueError(f"{_name(key)} has ended; extend it")
+            raise ValueError(f"the turn of {_name(key)} has ended; extend it")
         self._scheduler.resume(sequence)
 
     def cancel(self, key: Key) -> None:
-        """Drop a completion in any state; `poll` will not return it, even if it has ended.
+        """Drop a completion in any state; `poll` will not return the completion, even if it has ended.
 
         Does nothing if the completion is unknown.
         """
@@ -231,7 +233,8 @@ class RolloutEngine:
     def withdraw(self, keys: Iterable[Key]) -> dict[Key, Completion]:
         """Drop completions, and return the tokens drawn in their current turns so far; a turn may just have ended.
 
-        To continue one that has not ended, submit it again (`Request.begun`). Raises ValueError if one is unknown.
+        To continue a completion that has not ended, submit it again (`Request.begun`). Raises ValueError if a
+        completion is unknown.
         """
         self._read_all()
         ended = dict(self._finished)
@@ -249,9 +252,10 @@ class RolloutEngine:
         return tuple(self._known(key).tokens)
 
     def drawn(self, key: Key, begin: int = 0) -> Drawing:
-        """The tokens read of a completion's current turn, from index `begin` on. Raises ValueError if it is unknown.
+        """The tokens of a completion's current turn that have been read so far, from index `begin` on. Raises
+        ValueError if the completion is unknown.
 
-        These tokens stay: a stop string cuts off what follows it before `step` returns.
+        These tokens are final: text after a stop string is cut off before `step` returns.
         """
         sequence = self._known(key)
         return Drawing(sequence.drawn[begin:], sequence.logprobs[begin:])
@@ -295,8 +299,8 @@ class RolloutEngine:
             requests: any number; they share the slots.
             on_group: called with a request's index and its completions as soon as all of them have ended.
             on_poll: called before every step; if it raises, generation ends and the requests are dropped.
-            enough: called before every step with a flag per request that says whether it is complete; True returns
-                early.
+            enough: called before every step with a flag per request that says whether it is complete; returning True
+                ends the call early.
 
         Raises:
             ValueError: a request exceeds the engine's shapes.
@@ -336,7 +340,7 @@ class RolloutEngine:
         return self._sequences[key]
 
     def _parked(self, key: Key) -> Sequence:
-        """Look up a parked completion. Raises ValueError if it is unknown or not parked."""
+        """Look up a parked completion. Raises ValueError if the completion is unknown or not parked."""
         sequence = self._known(key)
         if sequence.state != "parked":
             raise ValueError(f"{_name(key)} is {sequence.state}, not parked")
@@ -346,13 +350,14 @@ class RolloutEngine:
         """Check a context. Raises ValueError if it exceeds the engine's shapes, RuntimeError without weights."""
         if not self.device.loaded:
             raise RuntimeError("the rollout engine has no parameters; call load(params) first")
-        check_sampling(sampling, self.tokenizer, self.config.longest)
-        check_tokens(tokens, self.device.model.vocab, room, rule)
+        vocab = self.device.model.vocab
+        check_sampling(sampling, self.tokenizer, longest=self.config.longest, vocab=vocab)
+        check_tokens(tokens, vocab, room, rule)
 
     def _check_turn(self, tokens: tuple[int, ...], sampling: SamplingParams) -> None:
-        """Raises ValueError if a conversation with these tokens leaves no room for another turn."""
+        """Raise ValueError if a conversation with these tokens leaves no room for another turn."""
         room = self.config.longest - sampling.max_new_tokens
-        rule = f"what {LONGEST} leaves of its next turn"
+        rule = f"the room that {LONGEST} leaves for the next turn"
         self._check(tokens, sampling, room, rule)
         self._scheduler.pages.check(len(tokens) + sampling.max_new_tokens)
 
@@ -361,7 +366,9 @@ class RolloutEngine:
         self._scheduler.restart()
 
     def _prefill(self) -> tuple[tuple[DecodeRow, ...], tuple[_Prefilled, ...]]:
-        """Plan a step and issue everything before its decode call; returns the rows of that call, and prefill calls."""
+        """Plan a step and issue all calls before its decode call; returns the rows of the decode call, and the prefill
+        calls.
+        """
         scheduler = self._scheduler
         if scheduler.wants_size():
             self._read_all()
@@ -393,7 +400,7 @@ class RolloutEngine:
             count = drawn.counts[row]
             counts.decoded_tokens += count - first
             if sequence.releases != releases:
-                continue  # parked, cancelled or preempted since the call was issued
+                continue  # the sequence was parked, cancelled or preempted since
             if not drawn.finite[row]:
                 self._fail(sequence)
             if count:
@@ -414,7 +421,7 @@ class RolloutEngine:
         counts.slot_steps += drawn.steps * len(drawn.counts)
 
     def _read_prefilled(self, calls: Iterable[_Prefilled]) -> None:
-        """Record the experts and scores of prefilled tokens with the sequences that have these tokens."""
+        """Record the experts and scores of prefilled tokens in the sequences that contain these tokens."""
         for fills, read in calls:
             found = read()
             if found.choices is not None:
@@ -436,7 +443,7 @@ class RolloutEngine:
         groups = self._scheduler.queues.groups
         for fill in fills:
             owner = fill.owner
-            if isinstance(owner, SharedPrompt):  # any of its sequences will do: they share the rows of the prompt
+            if isinstance(owner, SharedPrompt):  # any of its sequences will do, because they share the prompt's rows
                 group = groups.get(owner.request)
                 owner = None if group is None else next(iter(group.sequences.values()))
             if owner is not None and owner.routes is not None:

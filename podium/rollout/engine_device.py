@@ -22,9 +22,9 @@ class EngineModel(NamedTuple):
 
     vocab: int
     num_cells: int = 0
-    """Cells of the cache over all shards; 0 if sequences are stored in pages alone."""
+    """Cells of the cache over all shards; 0 if sequences are stored only in pages."""
     choices: int = 0
-    """Experts that a token goes to, over all layers; 0: the model has none."""
+    """Number of experts that a token is sent to, summed over layers; 0 without experts."""
     choice_format: ChoiceFormat = "uint8"
 
 
@@ -32,29 +32,30 @@ class DrawnRows(NamedTuple):
     """The results of a decode call, on the host."""
 
     counts: list[int]
-    """[S], number of tokens drawn in each slot."""
+    """Number of tokens sampled in each slot, [S]."""
     tokens: Sequence[list[int]]
-    """[S, 1 + k], a first token where the row asked for it, then from column 1 on one per step; columns after the last
-    token of all slots may be cut off."""
+    """Sampled tokens, [S, 1 + k]: column 0 is the first token of rows that asked for one, and columns from 1 on have
+    one token per step. Columns after the last token of all slots may be cut off."""
     logprobs: Sequence[list[float]]
-    """[S, 1 + k], under the distribution that was sampled; the rows of a simulated device are empty."""
+    """Log-probabilities of the tokens under the distribution that was sampled, [S, 1 + k]; empty rows on a simulated
+    device."""
     full_logprobs: Sequence[list[float]]
-    """[S, 1 + k], under the softmax before penalty, top-k, top-p and min-p."""
+    """Log-probabilities under the softmax before penalty, top-k, top-p and min-p, [S, 1 + k]."""
     finite: list[bool]
-    """[S], whether all logits were finite; a slot stops where they are not."""
+    """Whether all logits of each slot were finite, [S]; a slot stops at the first that is not."""
     choices: np.ndarray | None
-    """[S, 1 + k, C], experts of the tokens from which they were drawn; None: the model has none."""
+    """Experts of the tokens preceding the sampled ones, [S, 1 + k, C]; None without experts."""
     steps: int
-    """Decode steps that ran."""
+    """Number of decode steps that ran."""
 
 
 class PrefilledRows(NamedTuple):
     """The results of a prefill call, on the host."""
 
     choices: np.ndarray | None
-    """[R, T, C], experts of the tokens; None: the model has none."""
+    """Experts of the tokens, [R, T, C]; None without experts."""
     scores: PromptScores | None
-    """[R, T] each, scores of the token after each; None if no row asks for scores."""
+    """For each token, scores of the token after it, [R, T] each; None if no row asks for scores."""
 
 
 class EngineDevice(Protocol):
@@ -65,16 +66,16 @@ class EngineDevice(Protocol):
     shards: int
     """Number of devices, or groups of devices, over which slots and pages are split."""
     overlap: bool
-    """Whether a decode call should be issued before the previous one is read; a slot then stays empty for one more call
-    when its sequence ends."""
+    """Whether to issue a decode call before the previous one is read; a slot then stays empty for one more call when
+    its sequence ends."""
 
     @property
     def loaded(self) -> bool:
-        """Whether there are weights."""
+        """Whether weights are loaded."""
         ...
 
     def load(self, params: "Params") -> None:
-        """Copy these weights and use them from now on, in place of the old ones."""
+        """Copy these weights and use them from now on, instead of the old ones."""
         ...
 
     def unload(self) -> None:

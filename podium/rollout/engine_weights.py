@@ -1,4 +1,4 @@
-"""An engine's weights: their layout, which of them change with updates, and how to make them from the trainer's."""
+"""An engine's weights: their layout, which ones change with updates, and how they are made from the trainer's."""
 
 import dataclasses
 from typing import Protocol, cast
@@ -50,8 +50,8 @@ def engine_decoder(decoder: DecoderConfig, rules: ShardingRules) -> DecoderConfi
     the trainer's frozen weights.
 
     XLA for GPUs copies a layer's slice of a stack of weights before each product, so that a decode step would move
-    every weight three times (benches/results/gpu-decode-planned.json). Small products reach a third of the memory's
-    bandwidth there, and each takes a launch, so one product reads all matrices of a layer that share an input.
+    every weight three times (benches/results/gpu-decode-planned.json). Small products reach only a third of a GPU's
+    memory bandwidth, and each needs a launch, so one product reads all matrices of a layer that share an input.
     """
     stacked = rules.platform != "gpu" or (decoder.lora is not None and decoder.lora.shared)
     own = rollout_decoder(decoder)
@@ -69,13 +69,15 @@ def frozen_in_rollout(decoder: DecoderConfig, name: str) -> bool:
 
 
 def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, frozen: bool = False) -> SyncProgram:
-    """The jitted `training params -> rollout params`: cast and laid out for decoding, in their own buffers.
+    """The jitted `training params -> rollout params`, which casts weights and lays them out for decoding, in new
+    buffers.
 
     Since they are copies, the trainer can donate its parameters to the next update. If weights are gathered, layers are
     moved one at a time; moving all at once, a TPU would gather all of them before storing any, in twice the memory. The
-    same holds for merging adapters, always into the frozen weights. With unmerged adapters, only the adapters are
-    synced; with `frozen`, all other weights. Matrices that an engine reads in one product are written side by side.
-    Matrices that only the rollout stores in int8 are quantised from what the trainer stores, with scales beside them.
+    same holds for merging adapters; they are always merged into the frozen weights. With unmerged adapters, only the
+    adapters are synced; with `frozen`, all other weights. Matrices that an engine reads in one product are written side
+    by side. Matrices that only the rollout stores in int8 are quantised from the trainer's values, with separate
+    scales.
     """
     engine = engine_decoder(decoder, rules)
     specs = {
@@ -136,8 +138,8 @@ def _trained(rules: ShardingRules) -> ShardingRules:
 
 
 def _rounded(name: str, value: jax.Array, specs: ParamSpecs, trained: ShardingRules) -> Params:
-    """Quantise a layer's weight to codes and scales if `specs` has them; return it unchanged otherwise, or if it is
-    codes.
+    """Quantise a layer's weight to codes and scales if `specs` has them; otherwise, or if the weight is codes already,
+    return it unchanged.
 
     Each device quantises the part that it stores in training, so that devices exchange codes instead of float32
     weights.
@@ -167,7 +169,7 @@ def abstract_weights(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dt
 def keeps(params: AnyParams, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> bool:
     """Whether an engine can use the trainer's frozen weights (concrete or abstract) without a copy.
 
-    True if layout and number format are the same, or if adapters are merged into them at each sync.
+    True if layout and number format are the same, or if adapters are merged into the weights at each sync.
     """
     if decoder.lora is None or decoder.lora.merged:
         return True

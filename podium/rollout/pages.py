@@ -7,7 +7,7 @@ import collections
 
 from podium.rollout.sequence import Group, Queues, Sequence, SharedPrompt
 
-HEADROOM_PAGES = 2  # kept free for each running sequence when another one is admitted
+HEADROOM_PAGES = 2  # pages kept free for each running sequence when another one is admitted
 
 
 class Pages:
@@ -26,7 +26,7 @@ class Pages:
         """Start with all pages and cells free, to be allocated to the sequences in `queues`.
 
         Without cells, a sequence is stored in its pages alone. With cells, each sequence and each shared prompt also
-        has one cell. With `longest`, in tokens, pages up to that length are reserved for each conversation that has
+        has one cell. With `longest` (in tokens), pages up to that length are reserved for each conversation that has
         begun, and no sequence is evicted.
         """
         self.per_shard = per_shard
@@ -47,12 +47,12 @@ class Pages:
         return -(-tokens // self.page_tokens)
 
     def check(self, limit: int) -> None:
-        """Raises ValueError if a shard's pages cannot hold one sequence of `limit` tokens."""
+        """Raise ValueError if a shard's pages cannot hold one sequence of `limit` tokens."""
         if self.number(limit) + 1 > self.per_shard:  # plus the partial page of its prompt
             room = (self.per_shard - 1) * self.page_tokens
             raise ValueError(
-                f"it can grow to {limit} tokens, but the cache holds only {room} tokens of one sequence; raise"
-                " rollout.cache_tokens"
+                f"a sequence can grow to {limit} tokens, but the cache holds only {room} tokens of one sequence; "
+                "raise rollout.cache_tokens"
             )
 
     @property
@@ -61,8 +61,8 @@ class Pages:
         return self._longest is not None
 
     def headroom(self, sequence: Sequence) -> int:
-        """Pages to keep free for a sequence that already has pages: all that it may still need, if pages are
-        reserved.
+        """Pages to keep free for a sequence that already has pages: if pages are reserved, all that the sequence may
+        still need.
         """
         if self._longest is None:
             return min(HEADROOM_PAGES, self.number(sequence.limit) - len(sequence.pages))
@@ -142,7 +142,7 @@ class Pages:
             sequence.shared.users -= 1
         self.free[sequence.shard] += sequence.pages[full:]
         self._free_cell(sequence)
-        sequence.attached = sequence.attached and not self.has_cells  # it will need the prompt's cell again
+        sequence.attached = sequence.attached and not self.has_cells  # the sequence will need the prompt's cell again
         sequence.lost = max(sequence.lost, sequence.filled)
         sequence.pages = []
         sequence.shared = None
@@ -209,11 +209,11 @@ class Pages:
         return True
 
     def _take(self, shard: int, count: int) -> list[int]:
-        """Remove pages from a shard's free list."""
+        """Take pages from a shard's free list."""
         return [self.free[shard].pop() for _ in range(count)]
 
     def _take_cell(self, shard: int) -> int | None:
-        """Remove a cell from a shard's free list, if there are cells."""
+        """Take a cell from a shard's free list; None if the cache has no cells."""
         return self.free_cells[shard].pop() if self.has_cells else None
 
     def _free_cell(self, owner: Sequence | SharedPrompt) -> None:

@@ -1,7 +1,7 @@
 """The rollout engine's compiled programs, one factory each: sync, extend (prefill), copy, decode.
 
-The engine calls them, the planner lowers them with abstract arrays, the bench times them. All have fixed shapes: R rows
-of one chunk length, S slots (fewer as work runs out), k steps.
+The engine calls the programs, the planner lowers them with abstract arrays, and the benchmarks time them. All have
+fixed shapes: R rows of one chunk length, S slots (fewer as work runs out), k steps.
 """
 
 import dataclasses
@@ -64,9 +64,9 @@ class Where(Generic[A]):
     lengths: A  # [S] int32, tokens in the cache
     tokens: A  # [S] int32, last token drawn, not in the cache yet
     live: A  # [S] bool, whether the slot draws tokens
-    any_live: A  # [] bool, over all devices; reduced once per call rather than per step
+    any_live: A  # [] bool, over all devices; reduced once per call instead of per step
     seen: A | None = None
-    """[S, W] uint32, the tokens of each slot's sequence (`sampling.words_of`); None: no slot has a repetition
+    """The set of tokens of each slot's sequence, [S, W] uint32 (`sampling.words_of`); None if no slot has a repetition
     penalty."""
 
 
@@ -96,9 +96,9 @@ class Drawn:
     logprobs: jax.Array  # [S, 1 + k] float32, under the distribution that was sampled
     full_logprobs: jax.Array  # [S, 1 + k] float32, under the softmax before penalty, top-k, top-p and min-p
     counts: jax.Array  # [S] int32, number of tokens drawn
-    finite: jax.Array  # [S] bool, whether all logits were finite; a slot stops where they are not
+    finite: jax.Array  # [S] bool, whether all logits were finite; a slot stops at the first that is not
     choices: jax.Array | None = None
-    """[S, 1 + k, C], experts of the tokens from which they were drawn (`Completion.choices`)."""
+    """Experts of the tokens preceding the sampled ones, [S, 1 + k, C] (`Completion.choices`)."""
 
 
 def nowhere(num_slots: int, words: int = 0) -> Where[np.ndarray]:
@@ -113,7 +113,7 @@ def nowhere(num_slots: int, words: int = 0) -> Where[np.ndarray]:
 
 
 def idle_slots(num_slots: int, table: int, words: int = 0) -> Slots[np.ndarray]:
-    """Empty slots for the host to fill, with `table` pages each; `words` as for `nowhere`."""
+    """Empty slots for the host to fill, with `table` pages each; `words` is as for `nowhere`."""
     return Slots(
         sampling=idle_rows(num_slots),
         stop_tokens=np.full((num_slots, MAX_STOP_TOKENS), -1, np.int32),
@@ -163,12 +163,14 @@ class Scores:
 
 
 class ScoredExtendProgram(Program, Protocol):
-    """The prefill program that scores what it reads (`make_scored_extend`)."""
+    """The prefill program that scores the tokens it reads (`make_scored_extend`)."""
 
     def __call__(
         self, params: Params, cache: Cache, chunk: Chunk[jax.Array], targets: jax.Array, /
     ) -> tuple[Cache, jax.Array | None, Scores]:
-        """Like `ExtendProgram`, and the scores of `targets` [R, T], the token after each token of the chunk."""
+        """Like `ExtendProgram`; also returns the scores of `targets` [R, T], the token after each token of the
+        chunk.
+        """
         ...
 
 
@@ -198,7 +200,7 @@ class EnginePrograms(NamedTuple):
     """`sync` for the frozen weights; called once."""
     extend: ExtendProgram
     scored_extend: ScoredExtendProgram
-    """Used instead of `extend` for prompts that are scored (`Request.score_prompt`)."""
+    """The prefill program for prompts that are scored (`Request.score_prompt`)."""
     copy: CopyProgram
     copy_cells: CopyProgram
     """Used if layers store data of a fixed size (`podium.rollout.cache_layout`)."""
@@ -210,7 +212,7 @@ def make_engine_programs(
 ) -> EnginePrograms:
     """Make the programs of an engine with this config; the engine runs them and the planner compiles them.
 
-    Raises ValueError if slots or prefill rows do not divide over the devices that split them.
+    Raises ValueError if slots or prefill rows are not divisible by the number of devices that split them.
     """
     check_split(config, rules.num_shards("batch"))
     computed = engine_decoder(decoder, rules)
@@ -234,7 +236,7 @@ def abstract_engine_cache(
 
 
 def seen_words(decoder: DecoderConfig, rules: ShardingRules) -> int:
-    """W: how many integers hold the set of tokens in a slot's sequence, as one bit per token of the padded
+    """Number W of integers that hold the set of tokens in a slot's sequence, with one bit per token of the padded
     vocabulary.
     """
     return num_words(engine_specs(decoder, rules)["embed" if decoder.tied else "head"].shape[0])
@@ -243,7 +245,7 @@ def seen_words(decoder: DecoderConfig, rules: ShardingRules) -> int:
 def abstract_slots(
     config: RolloutConfig, decoder: DecoderConfig, size: int, rules: ShardingRules, *, penalised: bool
 ) -> tuple[Where[jax.Array], Slots[jax.Array]]:
-    """Abstract arguments of a decode call with `size` slots, besides parameters and cache.
+    """Abstract arguments of a decode call with `size` slots, except parameters and cache.
 
     `penalised`: whether a sequence has a repetition penalty.
     """
@@ -321,7 +323,7 @@ def make_extend(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) 
     """The jitted `(params, cache, chunk) -> (cache, choices)`: adds new tokens; one variant per chunk length.
 
     It processes prompts, parts of prompts, later turns of a conversation, and tokens recomputed after an eviction or
-    with new weights. It computes no logits: `decode` samples from the kept hidden state of the last token. The choices
+    with new weights. It computes no logits: `decode` samples from the kept hidden state of the last token. `choices`
     are the tokens' experts [R, T, C]; None without experts. The cache is donated.
     """
 
@@ -336,7 +338,7 @@ def make_extend(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) 
 def make_scored_extend(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> ScoredExtendProgram:
     """The jitted `(params, cache, chunk, targets) -> (cache, choices, Scores)`: `make_extend`, with scores [R, T].
 
-    Logits of at most SCORED_TOKENS tokens exist at a time. One variant per chunk length. The cache is donated.
+    Logits are computed for at most SCORED_TOKENS tokens at a time. One variant per chunk length. The cache is donated.
     """
 
     def extend(
@@ -380,7 +382,9 @@ def prefill(
     rules: ShardingRules,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
-    """Hidden states [R, T, D] of a chunk's tokens, the cache with them added, and their experts [R, T, C] if any."""
+    """Prefill a chunk; returns the tokens' hidden states [R, T, D], the cache with the tokens added, and their experts
+    [R, T, C] if any.
+    """
     rows = Rows(tables=chunk.tables, cells=chunk.cells, starts=chunk.starts, counts=chunk.counts, rules=rules)
     hidden, cache, choices = _enter(params, cache, chunk.tokens, rows, decoder=decoder, dtype=dtype)
     last = jnp.take_along_axis(hidden, (chunk.counts - 1)[:, None, None], axis=1, mode="clip")[:, 0]
@@ -390,7 +394,9 @@ def prefill(
 def _enter(
     params: Params, cache: Cache, tokens: jax.Array, rows: Rows, *, decoder: DecoderConfig, dtype: jnp.dtype
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
-    """Hidden states [R, T, D] of new tokens [R, T], the cache with them added, and their experts [R, T, C] if any."""
+    """Process new tokens [R, T]; returns their hidden states [R, T, D], the cache with the tokens added, and their
+    experts [R, T, C] if any.
+    """
     positions = rows.starts[:, None] + jnp.arange(tokens.shape[1])[None]
     settings = PassSettings(config=decoder, rules=rows.rules, dtype=dtype, from_stacks=True)
     hidden, places, told = forward(
@@ -436,7 +442,7 @@ def nonfinite_layer(
     wrong = _layers_of(decoder, jax.jit(meet, out_shardings=whole)(params))
     if wrong:
         return f"the input of layer {wrong[0]} is not finite, although all weights are"
-    return f"they overflow after layer {decoder.layers - 1}; all weights are finite"
+    return f"the hidden states overflow after layer {decoder.layers - 1}; all weights are finite"
 
 
 def _layers_of(decoder: DecoderConfig, marked: Sequence[jax.Array]) -> list[int]:
@@ -471,7 +477,7 @@ def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, 
     """The jitted `(params, cache, where, slots) -> (cache, where, Drawn, steps [])`: up to `steps` tokens per slot.
 
     Slots marked `first` draw one token before the steps. One variant per number of slots. Ends early when no slot is
-    live, and returns the number of steps run. The cache is donated.
+    live; `steps` is the number of steps run. The cache is donated.
     """
     at_once = steps_at_once(steps, rules.num_shards("batch"))
 
@@ -553,7 +559,7 @@ def _draw(
 ) -> tuple[Where[jax.Array], Drawn]:
     """Draw a token from logits [S, V] in each slot where `drawing` [S], and end the slots that are complete.
 
-    `choices` [S, C] are the experts of the preceding tokens; None: unknown.
+    `choices` [S, C] are the experts of the preceding tokens; None if unknown.
     """
     sampled = sample_split(logits, slots.sampling, positions=where.lengths, live=drawing, rules=rules, seen=where.seen)
     drawn = Drawn(

@@ -7,15 +7,15 @@ from podium.models.blocks.choices import unknown_choice
 
 
 class Routes:
-    """The experts of a sequence's tokens: row j [C] has those of the token before token j in all layers, or
+    """The experts of a sequence's tokens in all layers: row j [C] has the experts of the token before token j, or
     `unknown_choice`.
 
-    The first report of a token counts: it is not changed by later passes over the token, after an eviction or with new
-    weights, so that a completion's choices stay those with which its tokens were drawn.
+    The first report of a token counts. Later passes over the token, after an eviction or with new weights, do not
+    change it, so that a completion keeps the choices with which its tokens were sampled.
     """
 
     def __init__(self, prompt: np.ndarray) -> None:
-        """Start with the rows of a prompt of p tokens, [p + 1, C], which the sequences of its request share."""
+        """Start with the rows [p + 1, C] of a prompt of p tokens; the sequences of a request share these rows."""
         self._prompt = prompt
         self._later = prompt[:0]
 
@@ -32,7 +32,7 @@ class Routes:
         _fill(self._later[begin : begin + len(found) - split], found[split:])
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop); those of the prompt alone are not copied."""
+        """Rows [start, stop), without a copy if all are the prompt's."""
         shared = len(self._prompt)
         if stop <= shared:
             return self._prompt[start:stop]
@@ -41,7 +41,7 @@ class Routes:
         return np.concatenate([self._prompt[start:], own, lacking])
 
     def cut(self, length: int) -> None:
-        """Forget the rows after token `length` - 1, which becomes the last."""
+        """Drop the rows after token `length` - 1, which becomes the last token."""
         self._later = self._later[: max(0, length - len(self._prompt))]
 
 
@@ -51,7 +51,7 @@ def unknown(rows: int, choices: int, dtype: DTypeLike) -> np.ndarray:
 
 
 def known(rows: np.ndarray) -> np.ndarray:
-    """[n] bool: which of the rows [n, C] are known."""
+    """Which of the rows [n, C] are known, [n] bool."""
     return rows[:, 0] != unknown_choice(rows.dtype)
 
 

@@ -8,8 +8,7 @@ import numpy as np
 
 FinishReason = Literal["stop", "length"]
 StopReason = Literal["stop", "length", "turns", "drawn", "calls", "timeout", "failed"]
-"""Why a conversation ended: by itself, because the context was full, by a limit of `rollout.limits`, or by a
-failure."""
+"""Why a conversation ended: its natural end, a full context, a limit of `rollout.limits`, or a failure."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,21 +17,22 @@ class SamplingParams:
 
     max_new_tokens: int
     temperature: float = 1.0
-    """0: greedy (the likeliest token; the lowest index on ties), not combined with top_k, top_p or min_p."""
+    """Sampling temperature; 0: greedy (the likeliest token; the lowest index on ties), which excludes top_k, top_p and
+    min_p."""
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    """Divides positive logits of the tokens that the sequence holds already, prompt included, and multiplies negative
-    ones, before the temperature (arXiv:1909.05858); 1: none. Greedy sampling then takes the likeliest token after the
-    penalty."""
+    """For tokens that the sequence already contains, prompt included, divides positive logits and multiplies negative
+    ones, before the temperature (arXiv:1909.05858); 1: no penalty. Greedy sampling then takes the likeliest token after
+    the penalty."""
     stop: tuple[str, ...] = ()
     """Strings that end the completion; its text and tokens include them, up to the end of the last token. If the text
     is that of a special token, that token ends the completion and is not part of its text."""
     stop_tokens: tuple[int, ...] = ()
-    """Tokens that end the completion, besides the model's end-of-sequence tokens; at most 8 in total."""
+    """Tokens that end the completion, in addition to the model's end-of-sequence tokens; at most 8 in total."""
     greedy_completion: int | None = None
-    """Index of the completion of a request that is greedy, whatever the others are; None: no completion."""
+    """Index of the one completion of a request that is greedy even if the others are not; None if there is none."""
 
     def of(self, completion: int) -> "SamplingParams":
         """The settings of one completion of a request."""
@@ -41,7 +41,7 @@ class SamplingParams:
         return dataclasses.replace(self.at(0.0), greedy_completion=None)
 
     def at(self, temperature: float) -> "SamplingParams":
-        """The same settings at another temperature; at 0 without top_k, top_p and min_p, which have no effect then."""
+        """A copy with another temperature; at 0, top_k, top_p and min_p are unset, because they have no effect."""
         cuts = (self.top_k, self.top_p, self.min_p) if temperature else (0, 1.0, 0.0)
         top_k, top_p, min_p = cuts
         return dataclasses.replace(self, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -49,14 +49,14 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptScores:
-    """Log-probabilities of a prompt's own tokens, each given those before it, at temperature 1."""
+    """Log-probabilities of a prompt's own tokens, each given the preceding tokens, at temperature 1."""
 
     logprobs: np.ndarray
-    """[c] float32, of the prompt's tokens; NaN for the first token."""
+    """Log-probabilities of the prompt's tokens, [c] float32; NaN for the first token."""
     best_tokens: np.ndarray
-    """[c] int32, the likeliest token at each place (the lowest index on ties); -1 at the first."""
+    """The likeliest token at each position, [c] int32 (the lowest index on ties); -1 at the first position."""
     best_logprobs: np.ndarray
-    """[c] float32, log-probability of the likeliest token; NaN at the first."""
+    """Log-probability of the likeliest token, [c] float32; NaN at the first position."""
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -78,27 +78,27 @@ class Completion:
     """One answer of the model."""
 
     tokens: np.ndarray
-    """[n] int32, the end-of-sequence token included; n >= 1 once it has ended."""
+    """Token ids, [n] int32, including the end-of-sequence token; n >= 1 once the completion has ended."""
     sampled_logprobs: np.ndarray
-    """[n] float32, log-probability of each token under the distribution it was sampled from."""
+    """Log-probability of each token under the distribution it was sampled from, [n] float32."""
     full_logprobs: np.ndarray
-    """[n] float32, log-probability under the softmax at the request's temperature (1 if greedy), before repetition
-    penalty, top-k, top-p and min-p; comparable with a trainer's log-probabilities. Equals `sampled_logprobs` without
-    them."""
+    """Log-probability of each token under the softmax at the request's temperature (1 if greedy), before repetition
+    penalty, top-k, top-p and min-p, [n] float32; comparable with a trainer's log-probabilities. Without these settings,
+    equal to `sampled_logprobs`."""
     versions: np.ndarray
-    """[n] int32, version of the weights that drew each token, as passed to `RolloutEngine.load`."""
+    """Version of the weights that sampled each token, as passed to `RolloutEngine.load`, [n] int32."""
     text: str
     """Text without special tokens (`podium.rollout.answer`); empty until the completion has ended."""
     finish_reason: FinishReason | None
-    """None until the completion has ended."""
+    """Why the completion ended; None until it has ended."""
     choices: np.ndarray | None = None
-    """[n, C], the experts to which the token before each was sent, over all layers;
-    `podium.models.blocks.choices.unknown_choice` where that was not recorded. None: the model has no experts."""
+    """For each token, the experts in all layers of the token before it, [n, C];
+    `podium.models.blocks.choices.unknown_choice` if they were not recorded. None without experts."""
     context_choices: np.ndarray | None = None
-    """[c, C], like `choices` for the c tokens before the completion; the first row is unknown. Must not be modified,
+    """Like `choices`, for the c tokens before the completion, [c, C]; the first row is unknown. Must not be modified,
     because a prompt's completions share it."""
     prompt_scores: PromptScores | None = None
-    """None unless the request asks for them (`Request.score_prompt`)."""
+    """Scores of the prompt's tokens; None unless the request asks for them (`Request.score_prompt`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,8 @@ class Request:
     """Token ids after the chat template; at least one."""
     sampling: SamplingParams
     seed: int
-    """Determines every draw together with the completion's index and the position, whatever else runs."""
+    """Seed of the sampling. Together with the completion's index and the position, it determines every draw, whatever
+    else runs."""
     completions: int = 1
     keep: bool = False
     """Whether to park each ended completion for `RolloutEngine.extend`, until `RolloutEngine.cancel`."""
@@ -117,8 +118,8 @@ class Request:
     """Whether to compute how likely the prompt's own tokens are; requires a single completion without `begun` or
     `ledgers`."""
     begun: Mapping[int, Completion] = dataclasses.field(default_factory=dict[int, Completion])
-    """What has been drawn so far, by completion index: completions without a finish reason continue after their last
-    token, the others are returned unchanged."""
+    """The completions so far, by completion index: those without a finish reason continue after their last token, the
+    others are returned unchanged."""
     ledgers: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict[int, tuple[int, ...]])
     """Conversations to restore, by completion index (which determines the draws): all tokens before the turn to
     generate, starting with the prompt. Completions without an entry start from the prompt. If `begun` or `ledgers` has
@@ -126,7 +127,7 @@ class Request:
 
     @property
     def unfinished(self) -> dict[int, Completion | None]:
-        """The completions to generate, by index, each with the tokens drawn so far.
+        """The completions to generate, by index, each with the tokens sampled so far (None if none).
 
         Raises ValueError if an index is wrong, or a ledger does not start with the prompt.
         """
@@ -155,11 +156,11 @@ class Key(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """The tokens drawn of a completion so far."""
+    """The tokens sampled so far of a completion."""
 
     tokens: list[int]
     logprobs: list[float]
-    """Of each token, under the distribution it was sampled from."""
+    """Log-probability of each token under the distribution it was sampled from."""
 
 
 class Finished(NamedTuple):
@@ -171,14 +172,14 @@ class Finished(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutStats:
-    """Counts and seconds of answering prompts, over one or several calls."""
+    """Counts and times (in seconds) of answering prompts, over one or several calls."""
 
     prompt_tokens: int = 0
     """Prompt tokens, counted once per group."""
     completion_tokens: int = 0
-    """Tokens drawn, including those of unfinished completions."""
+    """Tokens sampled, including those of unfinished completions."""
     prefill_tokens: int = 0
-    """Prefilled tokens: of prompts and turns, and those recomputed."""
+    """Prefilled tokens: those of prompts and turns, and recomputed ones."""
     rebuilt_tokens: int = 0
     """Prefilled tokens whose keys and values existed before: computed with older weights, or evicted since."""
     decoded_tokens: int = 0
@@ -203,24 +204,24 @@ class RolloutStats:
     reward_s: float = 0.0
     """Time spent waiting for grades after the last completion."""
     scored_s: float = 0.0
-    """Time in which reward models scored answers."""
+    """Time in which models of the run graded answers."""
     unscored: int = 0
-    """Answers that were too long for a reward model, counted for each of them."""
+    """Answers that were too long for a model that grades them, counted once for each such model."""
     judge_requests: int = 0
-    """Requests sent to judges, repeated ones included."""
+    """Requests sent to judges, including retries."""
     judge_tokens: int = 0
-    """Tokens of these requests and their replies."""
+    """Tokens of the requests to judges and of their replies."""
     judge_cached: int = 0
     """Answers that judges had graded before."""
     judge_ungraded: int = 0
-    """Answers for which a judge's reply has no number."""
+    """Answers for which a judge's reply has no valid grade."""
     answer_s: float = 0.0
     """Time from prompts to graded completions, over all hosts."""
     dropped_prompts: int = 0
-    """Prompts longer than `rollout.max_prompt_tokens`, replaced by the next ones."""
+    """Prompts longer than `rollout.max_prompt_tokens`, replaced by the next prompts."""
     refill_rounds: int = 0
     retired: int = 0
-    """Prompts that are not drawn any more because they were solved (`data.retire`)."""
+    """Prompts that are no longer drawn because they were solved (`data.retire`)."""
     in_flight: int = 0
     """Prompts that are carried over to the next step, unfinished or complete."""
     waited_s: float = 0.0
@@ -245,7 +246,7 @@ class RolloutStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Completion tokens per second of `generate`; 0 if none were drawn."""
+        """Completion tokens per second of `generate`; 0 if no tokens were sampled."""
         return self.completion_tokens / self.generate_s if self.generate_s else 0.0
 
     def then(self, later: "RolloutStats") -> "RolloutStats":
@@ -253,7 +254,7 @@ class RolloutStats:
         return _merged(self, later, larger=("slots", "pages_peak", "parked", "in_flight"))
 
     def beside(self, other: "RolloutStats") -> "RolloutStats":
-        """Statistics of two simultaneous calls on different hosts, as if of one engine.
+        """Statistics of two simultaneous calls on different hosts, as if of a single engine.
 
         A host without work (no slots) does not change the other's.
         """

@@ -39,8 +39,8 @@ class Sampled(NamedTuple):
 
     tokens: jax.Array  # [S] int32
     logprobs: jax.Array  # [S] float32, under the distribution that the token was sampled from
-    full_logprobs: jax.Array  # [S] float32, before penalty, top-k, top-p and min-p; the same bits without these
-    finite: jax.Array  # [S] bool; where False, logits were NaN or infinite and the other fields are meaningless
+    full_logprobs: jax.Array  # [S] float32, before penalty, top-k, top-p and min-p; bitwise the same without these
+    finite: jax.Array  # [S] bool; if False, logits were NaN or infinite, and the other fields are meaningless
 
 
 def idle_rows(num_rows: int) -> SamplingRows[np.ndarray]:
@@ -69,7 +69,7 @@ def fill_row(rows: SamplingRows[np.ndarray], row: int, settings: SamplingParams,
 
 
 def num_words(vocab: int) -> int:
-    """W: how many integers hold a set of tokens of a vocabulary, one bit per token."""
+    """Number W of integers that hold a set of tokens of a vocabulary, one bit per token."""
     return -(-vocab // WORD)
 
 
@@ -82,7 +82,7 @@ def words_of(tokens: Sequence[int], words: int) -> np.ndarray:
 
 
 def with_tokens(seen: jax.Array, tokens: jax.Array, where: jax.Array) -> jax.Array:
-    """Add a token [S] to the sets of tokens `seen` [S, W], in the rows `where` [S]."""
+    """Add a token [S] to the sets of tokens `seen` [S, W], in the rows selected by `where` [S]."""
     bits = jnp.uint32(1) << (tokens % WORD).astype(jnp.uint32)
     own = (jnp.arange(seen.shape[1])[None] == (tokens // WORD)[:, None]) & where[:, None]
     return seen | jnp.where(own, bits[:, None], 0)
@@ -129,11 +129,11 @@ def sample(
 ) -> Sampled:
     """Sample one token per row.
 
-    A row's distribution is its softmax at the temperature, after the repetition penalty, cut to top-k, then to top-p of
-    the rest, then by min-p, and renormalised; tokens tied with the last one kept are kept too. At temperature 0 the
-    token is the likeliest (the lowest index on ties), and log-probabilities are those of the full softmax at
-    temperature 1, after and before the penalty. Random numbers derive only from the row's seed, completion and
-    position, so a row's draw does not depend on other rows.
+    A row's distribution is the softmax at the row's temperature, after the repetition penalty, cut to top-k, then to
+    top-p of the rest, then by min-p, and renormalised; tokens tied with the last kept token are kept too. At
+    temperature 0 the token is the likeliest (the lowest index on ties), and log-probabilities are those of the full
+    softmax at temperature 1, after and before the penalty. Random numbers derive only from the row's seed, completion
+    and position, so a row's draw does not depend on other rows.
 
     Args:
         logits: [S, V] float32.
@@ -141,8 +141,8 @@ def sample(
         positions: [S] int32, position of the new token in each sequence.
         live: [S] bool; tokens of other rows are meaningless, and cost no search for top-k and top-p.
         split: mesh axes over which the vocabulary is split into parts of V tokens (whole blocks), inside a shard_map.
-        seen: [S, W] uint32, the tokens that each row's sequence holds, of this part of the vocabulary (`words_of`);
-            None: no row has a repetition penalty.
+        seen: [S, W] uint32, the set of tokens in each row's sequence, for this part of the vocabulary (`words_of`);
+            None if no row has a repetition penalty.
     """
     S, V = logits.shape
     plain = logits
@@ -166,7 +166,7 @@ def sample(
     chosen = softmax.scaled(jnp.take_along_axis(inside, token[:, None], axis=1)[:, 0])
     token = jnp.minimum(shards.index() * V + block * BLOCK + token, len(totals) * V - 1)
     token, chosen = shards.take(reached, possible, token, chosen)
-    cut = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)  # elsewhere both are equal up to rounding
+    cut = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)  # for other rows both are equal up to rounding
     full_logprobs = chosen - jnp.log(jnp.where(greedy | cut, everything, kept))
     if seen is not None:
         unpenalised = _logprobs_of(token, plain, softmax.temperature, shards)
@@ -191,7 +191,7 @@ class _CutSoftmax(NamedTuple):
         return _scale(x, self.highest, self.temperature)
 
     def weights(self, x: jax.Array) -> jax.Array:
-        """Weights of logits [S, ...], not normalised; 0 where they are cut."""
+        """Weights of logits [S, ...], not normalised; 0 where logits are cut."""
         return jnp.where(x >= _beside(self.lowest, x), jnp.exp(self.scaled(x)), 0.0)
 
 
@@ -212,7 +212,7 @@ def _cut_softmax(
 def penalised(logits: jax.Array, seen: jax.Array, penalty: jax.Array) -> jax.Array:
     """Logits [S, V] after a repetition penalty [S] on the tokens `seen` [S, W] (arXiv:1909.05858).
 
-    Positive logits are divided by it and negative ones multiplied, as in transformers; the paper divides both.
+    Positive logits are divided by the penalty and negative ones multiplied, as in transformers; the paper divides both.
     """
     S, V = logits.shape
     bits = (seen[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)[None, None]) & 1  # [S, W, WORD]
@@ -233,7 +233,7 @@ def _logprobs_of(tokens: jax.Array, logits: jax.Array, temperature: jax.Array, s
 
 
 def _scale(x: jax.Array, highest: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Logits [S, ...] minus the row's maximum, divided by the temperature; finite ones cannot overflow."""
+    """Logits [S, ...] minus the row's maximum, divided by the temperature; finite logits cannot overflow."""
     return (x - _beside(highest, x)) / _beside(temperature, x)
 
 
@@ -243,7 +243,9 @@ def _beside(rows: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _uniforms(seed: jax.Array, completion: jax.Array, position: jax.Array) -> jax.Array:
-    """Two uniforms in [0, 1), multiples of 2^-24: one for the block, one within it. `seed` is [2], the others []."""
+    """Draw two uniform numbers in [0, 1), multiples of 2^-24: one selects the block, one the token within the block.
+    `seed` is [2], the others [].
+    """
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")
     key = jax.random.fold_in(jax.random.fold_in(key, completion), position)
     return (jax.random.bits(key, (2,), jnp.uint32) >> 8).astype(jnp.float32) * 2.0**-24
@@ -252,11 +254,11 @@ def _uniforms(seed: jax.Array, completion: jax.Array, position: jax.Array) -> ja
 def _invert(
     weights: jax.Array, uniforms: jax.Array, before: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Invert each row's distribution function: returns indices [S] int32 of non-zero weight, despite rounded sums.
+    """Invert each row's distribution function: returns indices [S] int32, of non-zero weight even if sums are rounded.
 
     `weights` are [S, N], non-negative, not normalised; `uniforms` [S] in [0, 1); `before` [S] is the weight on earlier
-    shards and `total` [S] that on all. Also returns, [S] bool each, whether the index was reached on this shard and
-    whether any of its weights is above 0.
+    shards, and `total` [S] that on all shards. Also returns, [S] bool each, whether the index was reached on this shard
+    and whether any of its weights is above 0.
     """
     cumulative = before[:, None] + jnp.cumsum(weights, axis=1)
     possible = weights > 0
@@ -285,7 +287,7 @@ class _Shards:
         return jax.lax.all_gather(x, self.axes) if self.axes else x[None]
 
     def whole_rows(self, logits: jax.Array, *settings: jax.Array) -> tuple[jax.Array, ...]:
-        """Exchange logits so that each device has whole rows: an equal share of them, with their settings."""
+        """Exchange logits so that each device has an equal share of whole rows, with their settings."""
         size = jax.lax.axis_size(self.axes)
         padded = jnp.pad(logits, ((0, -len(logits) % size), (0, 0)))
         own = len(padded) // size
@@ -297,13 +299,15 @@ class _Shards:
         )
 
     def all_rows(self, x: jax.Array, count: int) -> jax.Array:
-        """The inverse of `whole_rows` for per-row values: gather those of all rows, [S]."""
+        """The inverse of `whole_rows` for per-row values: gather the values of all rows, [S]."""
         return jax.lax.all_gather(x, self.axes, tiled=True)[:count]
 
     def take(
         self, reached: jax.Array, possible: jax.Array, token: jax.Array, chosen: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Token and value of the first shard that reached the draw; if rounding left none, of the last possible one."""
+        """Token and value of the first shard that reached the draw; if none did because of rounding, of the last
+        possible shard.
+        """
         if not self.axes:
             return token, chosen
         found = jnp.stack([reached, possible, token, jax.lax.bitcast_convert_type(chosen, jnp.int32)])  # [4, S]
@@ -342,7 +346,7 @@ def _lowest_kept(
 def _search(
     logits: jax.Array, highest: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
 ) -> jax.Array:
-    """`_lowest_kept` for whole rows [S, V]: top-k first, then top-p of the tokens it leaves."""
+    """`_lowest_kept` for whole rows [S, V]: top-k first, then top-p of the remaining tokens."""
     S, V = logits.shape
     everything = jnp.full((S,), -jnp.inf, jnp.float32)
 
@@ -361,9 +365,10 @@ def _search(
 
 
 def _threshold(values: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The largest value such that the entries at or above it have at least the wanted weight; a search over bits.
+    """The largest value in each row such that the entries at or above it have at least the wanted weight; found by a
+    search over bits.
 
-    Values and non-negative weights are [S, V] float32, `wanted` is [S]. Returns [S], one of each row's values; -inf
+    Values and non-negative weights are [S, V] float32, `wanted` is [S]. Returns [S], each one of the row's values; -inf
     if all weights together are less than wanted.
     """
     sign = jnp.uint32(0x80000000)

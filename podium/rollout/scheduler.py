@@ -1,9 +1,9 @@
 """Decides which sequence runs in which slot and what each engine step does: plain integers, no arrays, no jax.
 
 A group is a request: one prompt with its completions, each of which is a sequence. Sequences get slots in order of
-arrival. A prompt is prefilled once per shard (a device, or a few that split heads) and shared by the group's sequences
-there: full pages by reference, the partial last page as a copy for each. Sequences go to the shard that has their
-prompt; another shard prefills it again only if one of its slots would otherwise be idle.
+arrival. A prompt is prefilled once per shard (a device, or a few that split heads) for all of the group's sequences
+there: they share its full pages, and each gets a copy of the partial last page. Sequences go to the shard that has
+their prompt; another shard prefills it again only if one of its slots would otherwise be idle.
 
 When pages run out, unused prompts are evicted first, then parked sequences; then the youngest running sequence is
 preempted: it returns to the head of the queue, and its tokens are prefilled again when it is admitted. No token is
@@ -32,7 +32,7 @@ class Fill:
 
     @property
     def scored(self) -> bool:
-        """Whether its tokens' scores are wanted (`Request.score_prompt`)."""
+        """Whether scores of the row's tokens are requested (`Request.score_prompt`)."""
         return isinstance(self.owner, Sequence) and self.owner.prompt_scores is not None
 
 
@@ -72,7 +72,7 @@ class StepPlan(NamedTuple):
     """Copies of pages."""
     cell_copies: tuple[Copy, ...]
     rows: tuple[DecodeRow, ...]
-    """Rows of the decode call; empty: no call."""
+    """Rows of the decode call; empty if there is no decode call."""
 
 
 class Slots:
@@ -98,7 +98,9 @@ class Slots:
         return [slots.count(None) for slots in self._slots]
 
     def fitting(self, wanted: int) -> int:
-        """Slots per shard of the smallest program that holds the running sequences and at least `wanted` per shard."""
+        """Slots per shard of the smallest program that has room for the running sequences and at least `wanted` per
+        shard.
+        """
         most = max(wanted, self.per_shard - min(self.count_free()))
         return next((size for size in reversed(self._sizes) if size >= most), self._sizes[0])
 
@@ -111,7 +113,7 @@ class Slots:
                 sequence.slot, sequence.fresh = slot, True
 
     def allocate(self, sequence: Sequence) -> None:
-        """Assign a free slot of its shard to a sequence."""
+        """Assign a free slot of the sequence's shard to it."""
         slots = self._slots[sequence.shard]
         sequence.slot, sequence.fresh = slots.index(None), True
         slots[sequence.slot] = sequence
@@ -144,12 +146,13 @@ class Scheduler:
         Args:
             slots: sizes of the decode programs, largest first.
             num_pages: pages of all shards together.
-            num_cells: cells of all shards together; 0 if sequences are stored in pages alone.
+            num_cells: cells of all shards together; 0 if sequences are stored only in pages.
             page_tokens: tokens per page.
             rows: rows of a prefill call.
             chunks: lengths of prefill calls, shortest first.
             shards: number of devices, or groups of devices; each has the same number of slots, pages and rows.
-            longest: tokens of the longest conversation, to be reserved; None: pages are allocated as they are needed.
+            longest: length of the longest conversation in tokens, for which to reserve pages; None: allocate pages as
+                they are needed.
         """
         self.sizes = tuple(slots)
         self.chunks = tuple(chunks)
@@ -169,9 +172,9 @@ class Scheduler:
     # Requests of the engine's user.
 
     def submit(self, prompt: tuple[int, ...], sequences: list[Sequence]) -> None:
-        """Queue the sequences of a request, all of which start with its prompt.
+        """Queue the sequences of a request, which all start with its prompt.
 
-        Raises ValueError if a shard's pages cannot hold the longest of them.
+        Raises ValueError if a shard's pages cannot hold the longest sequence.
         """
         if not sequences:
             return
@@ -193,13 +196,15 @@ class Scheduler:
         self.queues.waiting.append(sequence)
 
     def park(self, sequence: Sequence) -> None:
-        """Take a sequence out of its slot or the queue; it keeps its pages until they are needed elsewhere."""
+        """Take a sequence out of its slot or the queue; the sequence keeps its pages until they are needed
+        elsewhere.
+        """
         self._take_out(sequence)
         sequence.state = "parked"
         self.queues.parked[sequence] = None
         self.queues.counts.parked = max(self.queues.counts.parked, len(self.queues.parked))
         if sequence.cut and self.pages.has_cells:
-            self.pages.release(sequence)  # its cell's state includes tokens that were cut off
+            self.pages.release(sequence)  # the cell's state includes tokens that were cut off
 
     def retire(self, sequence: Sequence) -> None:
         """Remove a sequence in any state; its group is removed with its last sequence."""
@@ -319,8 +324,8 @@ class Scheduler:
                 held = self.pages.headroom(sequence) if self.pages.reserves and sequence.shard >= 0 else 0
                 if not self.pages.allocate(sequence, shard, headroom[shard] - held):
                     if self.pages.reserves:
-                        continue  # later ones may have reserved theirs, and free them when they end
-                    return  # later sequences must not overtake it
+                        continue  # later sequences may need no new pages, and free pages when they end
+                    return  # later sequences must not overtake this one
                 self.slots.allocate(sequence)
                 queues.waiting.remove(sequence)
                 sequence.state = "running"
@@ -329,7 +334,9 @@ class Scheduler:
                 headroom[shard] += self.pages.headroom(sequence) - held
 
     def _choose_shard(self, sequence: Sequence, free: list[int], anywhere: bool) -> int | None:
-        """The shard on which to admit a sequence now; None: it waits for a slot on the shard that has its prompt."""
+        """The shard on which to admit a sequence now; None if it should wait for a slot on the shard that has its
+        prompt.
+        """
         if sequence.shard >= 0:
             return sequence.shard if free[sequence.shard] else None
         homes = self.queues.groups[sequence.key.request].prompts
@@ -353,7 +360,9 @@ class Scheduler:
     # Prefill.
 
     def _next_prefill(self) -> PrefillCall | None:
-        """The next prefill call: the oldest sequences that need it on each shard; waiting prompts in spare rows."""
+        """The next prefill call: on each shard, the oldest sequences that need prefill, and waiting prompts in spare
+        rows.
+        """
         todo: list[list[SharedPrompt | Sequence]] = [[] for _ in range(self.shards)]
         for owner in self._unfilled():
             if len(todo[owner.shard]) < self._rows_per_shard:

@@ -1,17 +1,17 @@
 """A completion with all its turns: its tokens, its state, its slot and its pages. No jax.
 
 States: waiting for a slot; running in one; parked (on request, or kept after its turn ended); finished (its turn has
-ended and the result waits for `poll`); gone. A preempted sequence waits again.
+ended and the result waits for `poll`); removed. A preempted sequence waits again.
 """
 
 import collections
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
 
+from podium.config.section import LARGEST, SMALLEST
 from podium.models.blocks.choices import ChoiceFormat
 from podium.rollout.answer import TextDecoder, answer_text
 from podium.rollout.recorded_routes import Routes, unknown
@@ -32,11 +32,11 @@ class SharedPrompt:
     shard: int
     pages: list[int]
     end: int
-    """Tokens to prefill: the whole prompt, or only its full pages once the partial page is freed."""
+    """Number of tokens to prefill: the whole prompt, or only its full pages once the partial page is freed."""
     full_pages: int
     """Leading pages that sequences share; each sequence gets its own copy of the partial page after them, if any."""
     cell: int | None = None
-    """Cell with the fixed-size data after the whole prompt; None: layers store none, or it is freed."""
+    """Cell with the fixed-size data after the whole prompt; None if layers store no such data, or the cell is freed."""
     lost: int = 0
     """Tokens that had been prefilled before, by this engine or an earlier one."""
     filled: int = 0
@@ -68,41 +68,43 @@ class Sequence:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     full_logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
-    """Weight version of each drawn token."""
+    """Weight version of each sampled token."""
     carried: int = 0
     """Tokens of the current turn that were drawn before it was submitted."""
     cut: bool = False
     """Whether the device may have drawn tokens past the end, because a stop string ended the turn."""
     finish_reason: FinishReason | None = None
     stops: tuple[int, ...] | None = None
-    """Tokens that end the turn; None until a token has been drawn in it."""
+    """Tokens that end the turn; None until the turn has a token."""
     routes: Routes | None = None
-    """Experts of all its tokens; None: the model has no experts."""
+    """Experts of all tokens; None without experts."""
     prompt_scores: PromptScores | None = None
-    """Filled as the prompt is prefilled; None: not asked for."""
+    """Scores of the prompt's tokens, filled in during prefill; None if not requested."""
 
     # Position in the cache.
     shard: int = -1
-    """Shard that holds its pages; -1: none."""
+    """Shard that holds the sequence's pages; -1: none."""
     slot: int = -1
     """Slot within the shard; -1: none."""
     pages: list[int] = dataclasses.field(default_factory=list)
     cell: int | None = None
-    """Index of the cell with its fixed-size data, such as recurrent states; None: nothing is cached, or none needed."""
+    """Index of the cell with the sequence's fixed-size data, such as recurrent states; None if nothing is cached, or no
+    cell is needed."""
     shared: SharedPrompt | None = None
     """Prompt whose full pages come before `pages`."""
     filled: int = 0
     """Leading tokens whose keys and values are cached after all planned calls."""
     ahead: int = 0
-    """Tokens that issued decode calls may draw and that the host has not read."""
+    """Number of tokens that issued decode calls may sample and that the host has not read."""
     fresh: bool = True
     """Whether the next decode call takes its state from the host, because it was not in the previous call."""
     releases: int = 0
-    """How often its slot was freed. Unread tokens of an earlier occupancy are dropped, and drawn again identically."""
+    """How often the sequence's slot was freed. Unread tokens of an earlier occupancy are dropped, and later sampled
+    again identically."""
     attached: bool = False
-    """Whether it has its copy of the prompt's partial page and cell."""
+    """Whether the sequence has its copy of the prompt's partial page and cell."""
     lost: int = 0
-    """Leading tokens whose keys and values were computed before and have been dropped."""
+    """Number of leading tokens whose keys and values were computed before and then dropped."""
 
     @property
     def tokens(self) -> list[int]:
@@ -116,23 +118,25 @@ class Sequence:
 
     @property
     def limit(self) -> int:
-        """Length in tokens at which its turn must end."""
+        """Length in tokens at which the turn must end."""
         return len(self.context) + self.sampling.max_new_tokens
 
     @property
     def missing(self) -> int:
-        """Number of tokens to prefill; 0 if only the last is missing, which the next decode step adds to the cache."""
+        """Number of tokens to prefill; 0 if only the last token is missing, which the next decode step adds to the
+        cache.
+        """
         lacking = self.length - self.filled
         return lacking if lacking > 1 else 0
 
     @property
     def ready(self) -> bool:
-        """Whether it is ready to decode."""
+        """Whether the sequence is ready to decode."""
         return not self.missing and (self.shared is None or not (self.shared.missing or self.copies_cell))
 
     @property
     def copies(self) -> bool:
-        """Whether it still needs a copy of the prompt's partial page or cell."""
+        """Whether the sequence still needs a copy of the prompt's partial page or cell."""
         shared = self.shared
         if shared is None:
             return False
@@ -141,7 +145,7 @@ class Sequence:
 
     @property
     def copies_cell(self) -> bool:
-        """Whether it continues from the prompt's cell and still needs its copy."""
+        """Whether the sequence continues from the prompt's cell and still needs its copy."""
         return self.shared is not None and self.shared.cell is not None and not self.attached
 
     def begin_turn(self, tokens: list[int], sampling: SamplingParams, *, seed: int, keep: bool) -> None:
@@ -171,7 +175,7 @@ class Sequence:
     ) -> None:
         """Append drawn tokens up to the one that ends the turn, and set `finish_reason` then.
 
-        `choices` [n, C] are the experts of the tokens before them; None: the model has no experts.
+        `choices` [n, C] are the experts of the tokens before each of them; None without experts.
         """
         before = len(self.drawn)
         if self.routes is not None and choices is not None:
@@ -190,8 +194,8 @@ class Sequence:
             self._stop_at_string(before, tokenizer)
 
     def record_scores(self, first: int, found: PromptScores) -> None:
-        """Fill in the scores of the prompt's tokens from index `first` on; scores of tokens drawn after it are left
-        out.
+        """Fill in the scores of the prompt's tokens from index `first` on; scores of later, sampled tokens are
+        ignored.
         """
         if self.prompt_scores is None:
             return
@@ -219,7 +223,7 @@ class Sequence:
         stops = [stop for stop in self.sampling.stop if stop not in tokenizer.special_tokens]
         if not stops:
             return
-        longest = max(len(stop.encode()) for stop in stops)  # each token holds at least one byte of it
+        longest = max(len(stop.encode()) for stop in stops)  # each token has at least one byte of the text
         begin = max(0, before - longest)
         for length in range(before + 1, len(self.drawn) + 1):
             text = tokenizer.decode(self.drawn[begin:length])
@@ -237,8 +241,8 @@ def sequences_of(
 ) -> list[Sequence]:
     """Make sequences for the unfinished completions of a request, continuing after the tokens drawn so far.
 
-    `choices` is the number of experts that a token goes to, over all layers, and `choice_format` their number format.
-    Raises ValueError as `Request.unfinished` does.
+    `choices` is the number of experts that a token is sent to, summed over layers, and `choice_format` their integer
+    format. Raises ValueError like `Request.unfinished`.
     """
     made = []
     shared = unknown(len(request.prompt) + 1, choices, choice_format) if choices else None
@@ -271,17 +275,17 @@ class Group:
 
     prompt: tuple[int, ...]
     sequences: dict[int, Sequence]
-    """By completion index."""
+    """Sequences by completion index."""
     shares: bool
-    """Whether its sequences share the prompt's pages, because there are several."""
+    """Whether the sequences share the prompt's pages, because there are several sequences."""
     prompts: dict[int, SharedPrompt] = dataclasses.field(default_factory=dict)
-    """By shard."""
+    """The prompt's pages by shard."""
     lost: int = 0
-    """Leading prompt tokens that were prefilled before and may have to be again."""
+    """Number of leading prompt tokens that were prefilled before and may have to be prefilled again."""
 
     @property
     def copied(self) -> bool:
-        """Whether all its sequences have their copies of the prompt's partial page and cell."""
+        """Whether all sequences have their copies of the prompt's partial page and cell."""
         return all(sequence.attached for sequence in self.sequences.values())
 
 
@@ -343,24 +347,28 @@ def stop_tokens(sampling: SamplingParams, tokenizer: TextDecoder | None) -> tupl
 
 
 def check_tokens(tokens: tuple[int, ...], vocab: int, room: int, rule: str) -> None:
-    """Raises ValueError if a context is empty, too long, or outside the vocabulary; `rule` names the limit `room`."""
+    """Raise ValueError if a context is empty, too long, or outside the vocabulary; `rule` names the limit `room`."""
     if not tokens:
         raise ValueError("prompt is empty; it needs at least one token")
     if len(tokens) > room:
-        raise ValueError(f"prompt has {len(tokens)} tokens and {rule} is {room}; raise it, or drop the prompt")
+        raise ValueError(f"prompt has {len(tokens)} tokens, and {rule} is {room}; raise it, or drop the prompt")
     if min(tokens) < 0 or max(tokens) >= vocab:
+        worst = min(tokens) if min(tokens) < 0 else max(tokens)
         raise ValueError(
-            f"prompt has a token outside the model's vocabulary of {vocab}; does the tokenizer belong to the model?"
+            f"prompt has token {worst}, outside the model's vocabulary of {vocab}; does the tokenizer belong to the"
+            " model?"
         )
 
 
-def check_sampling(sampling: SamplingParams, tokenizer: TextDecoder | None, longest: int) -> None:
-    """Raises ValueError for settings that contradict each other or exceed the engine's limits.
+def check_sampling(sampling: SamplingParams, tokenizer: TextDecoder | None, *, longest: int, vocab: int) -> None:
+    """Raise ValueError for settings that contradict each other or exceed the engine's limits.
 
     `longest` is the length in tokens of the longest sequence.
     """
     problem = (
-        _length_problem(sampling, longest) or _distribution_problem(sampling) or _stop_problem(sampling, tokenizer)
+        _length_problem(sampling, longest)
+        or _distribution_problem(sampling)
+        or _stop_problem(sampling, tokenizer, vocab)
     )
     if problem:
         raise ValueError(problem)
@@ -370,45 +378,49 @@ def _length_problem(sampling: SamplingParams, longest: int) -> str | None:
     if 1 <= sampling.max_new_tokens < longest:
         return None
     return (
-        f"max_new_tokens is {sampling.max_new_tokens} and must be 1 to {longest - 1}, since a sequence has at most"
-        f" {longest} tokens: {LONGEST}"
+        f"max_new_tokens is {sampling.max_new_tokens}; it must be 1 to {longest - 1}, since a sequence has at most "
+        f"{longest} tokens: {LONGEST}"
     )
 
 
 def _distribution_problem(sampling: SamplingParams) -> str | None:
     cuts = (("top_k", sampling.top_k, 0), ("top_p", sampling.top_p, 1.0), ("min_p", sampling.min_p, 0.0))
     used = ", ".join(f"{name} {value}" for name, value, unused in cuts if value != unused)
-    if not (sampling.temperature >= 0 and math.isfinite(sampling.temperature)):
-        return f"temperature is {sampling.temperature}; it must be 0 (greedy) or more"
-    if not (sampling.repetition_penalty > 0 and math.isfinite(sampling.repetition_penalty)):
-        return f"repetition_penalty is {sampling.repetition_penalty}; it must be above 0, and 1 is none"
-    if sampling.top_k < 0 or not 0 < sampling.top_p <= 1 or not 0 <= sampling.min_p < 1:
-        return f"{used}: top_k must be 0 (all) or more, top_p above 0 and at most 1, min_p 0 to below 1"
+    if sampling.temperature and not SMALLEST <= sampling.temperature <= LARGEST:
+        return f"temperature is {sampling.temperature}; it must be 0 (greedy), or {SMALLEST:g} to {LARGEST:g}"
+    if not SMALLEST <= sampling.repetition_penalty <= LARGEST:
+        rule = f"it must be {SMALLEST:g} to {LARGEST:g} (1: no penalty)"
+        return f"repetition_penalty is {sampling.repetition_penalty}; {rule}"
+    if not 0 <= sampling.top_k < 2**31 or not SMALLEST <= sampling.top_p <= 1 or not 0 <= sampling.min_p < 1:
+        return f"{used}: top_k must be 0 (all) to 2^31 - 1, top_p {SMALLEST:g} to 1, min_p 0 to below 1"
     if not sampling.temperature and used:
         return (
-            f"temperature is 0, which takes the likeliest token and does not use {used}; leave that out, or set a"
-            " temperature"
+            f"temperature is 0, which takes the likeliest token and ignores {used}; leave that out, or set a "
+            "temperature"
         )
     return None
 
 
-def _stop_problem(sampling: SamplingParams, tokenizer: TextDecoder | None) -> str | None:
+def _stop_problem(sampling: SamplingParams, tokenizer: TextDecoder | None, vocab: int) -> str | None:
+    for token in sampling.stop_tokens:
+        if not 0 <= token < vocab:
+            return f"stop token {token} is outside the model's vocabulary of {vocab}, and ends nothing; leave it out"
     if "" in sampling.stop:
         return "a stop string is empty and would end every completion at once; leave it out"
     special = special_tokens(tokenizer)
     for stop in sampling.stop:
         if tokenizer is None:
-            return f"stop string {stop!r} needs a tokenizer and this engine has none; name stop_tokens instead"
+            return f"stop string {stop!r} needs a tokenizer, and this engine has none; set stop_tokens instead"
         for text in special if stop not in special else ():
             if text in stop:
                 return (
-                    f"stop string {stop!r} holds the special token {text!r}, which is never part of a completion's"
-                    f" text; write {text!r} alone, which ends the completion at that token, or the text without it"
+                    f"stop string {stop!r} contains the special token {text!r}, which is never part of a completion's "
+                    f"text; write {text!r} alone, which ends the completion at that token, or the text without it"
                 )
     count = len(stop_tokens(sampling, tokenizer))
     if count > MAX_STOP_TOKENS:
         return (
-            f"there are {count} stop tokens, the model's own included, and at most {MAX_STOP_TOKENS} are possible;"
-            " name fewer"
+            f"there are {count} stop tokens, including the model's own, and at most {MAX_STOP_TOKENS} are possible; "
+            "set fewer"
         )
     return None

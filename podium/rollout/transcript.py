@@ -1,9 +1,9 @@
-"""The tokens of one episode in order, given or drawn by the model. No jax.
+"""The tokens of one episode in order: given to the model, or drawn (sampled) by it. No jax.
 
 An episode begins with its prompt. The model draws a span of tokens, an environment may reply with another span, and so
 on; a single answer is one drawn span after the prompt. Transcripts only grow, so the model is trained on exactly the
-tokens that it read and drew. With `rollout.thinking: segment` a conversation may go on from another prompt, its history
-as the chat template renders it: each prompt begins a segment, which is trained as its own sequence.
+tokens that it read and drew. With `rollout.thinking: segment`, a conversation may continue from another prompt, which
+is its history as rendered by the chat template. Each prompt begins a segment, which is trained as a separate sequence.
 """
 
 import dataclasses
@@ -45,9 +45,9 @@ class Transcript:
 
     spans: tuple[Span, ...] = ()
     finish_reason: StopReason | None = None
-    """Why the last drawn span, or the conversation, ended; None: it has not ended, or nothing was drawn."""
+    """Why the last drawn span, or the conversation, ended; None if it has not ended, or nothing was drawn."""
     messages: tuple[Mapping[str, object], ...] = ()
-    """The messages after the prompt, for people and reward functions: answers, calls and replies; empty for a single
+    """The messages after the prompt (answers, calls and replies), for records and reward functions; empty for a single
     answer."""
 
     def add_prompt(self, tokens: tuple[int, ...] | np.ndarray, *, text: str = "") -> "Transcript":
@@ -57,13 +57,15 @@ class Transcript:
         return self._add_given("prompt", tokens, text)
 
     def add_segment(self, tokens: tuple[int, ...] | np.ndarray, *, text: str = "") -> "Transcript":
-        """Continue from this prompt instead of the tokens so far. Raises ValueError if the model has drawn none yet."""
+        """Continue from this prompt instead of the tokens so far. Raises ValueError if the model has not drawn a token
+        yet.
+        """
         if not any(span.drawn for span in self.spans):
             raise ValueError("a segment must follow drawn tokens, and this transcript has none; call add_prompt")
         return self._add_given("prompt", tokens, text)
 
     def add_environment(self, tokens: tuple[int, ...] | np.ndarray, *, text: str = "") -> "Transcript":
-        """Append tokens that the environment gives the model. Raises ValueError if the model has drawn none yet."""
+        """Append tokens of an environment's reply. Raises ValueError if the model has not drawn a token yet."""
         if not any(span.drawn for span in self.spans):
             raise ValueError("an environment's reply must follow drawn tokens, and this transcript has none")
         return self._add_given("environment", tokens, text)
@@ -115,7 +117,7 @@ class Transcript:
         )
 
     def _told(self, choices: np.ndarray | None) -> "Transcript":
-        """The same tokens, with unknown experts filled in from `choices` [n, C]; unchanged if `choices` is None."""
+        """A copy with unknown experts filled in from `choices` [n, C]; unchanged if `choices` is None."""
         if choices is None:
             return self
         first = max(place for place, span in enumerate(self.spans) if span.source == "prompt")
@@ -143,9 +145,7 @@ class Transcript:
 
     @property
     def segments(self) -> tuple["Transcript", ...]:
-        """The parts that each begin with a prompt; a single one, unless the conversation continued from another
-        prompt.
-        """
+        """The parts that each begin with a prompt; only one, unless the conversation continued from another prompt."""
         starts = [place for place, span in enumerate(self.spans) if span.source == "prompt"]
         ends = [*starts[1:], len(self.spans)]
         return tuple(
@@ -164,7 +164,7 @@ class Transcript:
 
     @property
     def continuation(self) -> tuple[Span, ...]:
-        """The spans after the prompt of a segment, up to the last drawn token: those that can be trained on."""
+        """The spans after a segment's prompt, up to the last drawn token; only these can be trained on."""
         last = max((place for place, span in enumerate(self.spans) if span.drawn), default=0)
         return self.spans[1 : last + 1]
 
@@ -175,7 +175,7 @@ class Transcript:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens: prompt, drawn, and environment."""
+        """Number of all tokens: of the prompt, the model, and the environment."""
         return sum(len(span.tokens) for span in self.spans)
 
     @property
@@ -195,7 +195,7 @@ class Transcript:
 
     @property
     def mask(self) -> np.ndarray:
-        """[n] bool: which of `tokens` the model drew."""
+        """Which of `tokens` the model drew, [n] bool."""
         return np.concatenate([np.full(len(span.tokens), span.drawn) for span in self.spans])
 
     @property

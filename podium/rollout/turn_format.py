@@ -1,13 +1,13 @@
-"""Makes the tokens between two answers of a conversation, by the model's own chat template. No jax.
+"""Makes the tokens between two answers of a conversation, using the model's chat template. No jax.
 
-A conversation's tokens are only ever appended to: what the model drew is never decoded and encoded again, because
-templates and tokenizers do not reproduce it. So only the text from the end of an answer to the start of the next one
-comes from the template: it is rendered after a made-up answer, whose last word marks the place in the result.
+Tokens are only ever appended to a conversation: the model's tokens are never decoded and encoded again, because
+templates and tokenizers do not reproduce them. So the template supplies only the text from the end of an answer to the
+start of the next one. This text is rendered after a made-up answer, whose last word marks the place in the result.
 
-Rule `tails` renders the new messages after a short made-up conversation, so it does not matter if the template changes
-earlier messages, for example by dropping thinking. Rule `history` renders them after the real conversation, for
-templates that render a message differently depending on earlier ones. The constructor tests which rule works, on
-made-up conversations.
+Rule `tails` renders the new messages after a short made-up conversation, so that it does not matter whether the
+template changes earlier messages, for example by dropping thinking. Rule `history` renders them after the real
+conversation, for templates that render a message differently depending on earlier ones. The constructor tests which
+rule works, on made-up conversations.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ REPLIES: tuple[Message, ...] = tuple(
 )
 """Replies to calls; some templates need ids of nine characters."""
 MADE_UP = (USER,)
-"""The conversation after which rule `tails` renders new messages."""
+"""The made-up conversation after which rule `tails` renders new messages."""
 TALK: tuple[tuple[Message, ...], ...] = (({"role": "system", "content": "Be brief."}, USER), (USER,), (USER,))
 """A conversation for testing a rule: the messages before each answer."""
 CALLS = ((USER,), REPLIES[:1], REPLIES[:1], (USER,), REPLIES[:1], (USER,))
@@ -100,7 +100,7 @@ class TurnFormat:
         return self._chat.encode(text)
 
     def _seam(self, past: Sequence[Message], new: Sequence[Message]) -> Seam:
-        """The text between a made-up answer and the next, with `new` between them.
+        """The text between a made-up answer and the next one, with the messages `new` between them.
 
         Raises ValueError if the template changes the answer when messages follow it.
         """
@@ -113,18 +113,18 @@ class TurnFormat:
         end = None if self._ends is None else self._ends.search(alone)
         own = alone.rstrip() if end is None else alone[: end.start()]
         if not followed.startswith(own):
-            raise TurnFormatError(f"it writes {own!r} after an answer, but not if a message follows")
+            raise TurnFormatError(f"the template writes {own!r} after an answer, but not if a message follows")
         rest = followed[len(own) :]
         ending = None if self._ends is None else self._ends.match(rest)
         width = 0 if ending is None else ending.end()
         return Seam(own=own, end=rest[:width], closes=end is not None, rest=rest[width:])
 
     def _behind(self, anchor: str, messages: Sequence[Message], *, answer: bool) -> str:
-        """The rendered text after the last occurrence of `anchor`. Raises ValueError if the template leaves it out."""
+        """The rendered text after the last occurrence of `anchor`. Raises ValueError if the rendered text lacks it."""
         text = self._chat.render(messages, tools=self._tools, answer=answer)
         _, found, behind = text.rpartition(anchor)
         if not found:
-            raise TurnFormatError("it leaves out an answer's text")
+            raise TurnFormatError("the template leaves out an answer's text")
         return behind
 
     def _answer(self, past: Sequence[Message], new: Sequence[Message], text: str) -> Message:
@@ -132,10 +132,10 @@ class TurnFormat:
         replies = [message for message in new if message.get("role") == "tool"]
         for arguments in ({"x": text}, json.dumps({"x": text})) if replies else ():
             calling = {"role": "assistant", "content": "", "tool_calls": _calls(replies, arguments)}
-            with contextlib.suppress(TemplateError):  # the template wants arguments in the other form
+            with contextlib.suppress(TemplateError):  # the template expects the other form of arguments
                 if text in self._chat.render([*past, calling], tools=self._tools, answer=False):
                     return calling
-        return {"role": "assistant", "content": text}  # in templates without calls an answer is its text
+        return {"role": "assistant", "content": text}  # templates without calls have only the answer's text
 
     def _ends_of_answers(self, named: re.Pattern[str] | None) -> list[str]:
         """The added tokens right after an answer, at the end of a conversation and before another message.
@@ -180,7 +180,7 @@ class TurnFormat:
                 seam = self._seam(past if rule == "history" else MADE_UP, new)
                 whole = self._chat.render([*past, answer, *new], tools=self._tools, answer=True)
                 if not whole.endswith(f"{said}{seam.own}{seam.end}{seam.rest}"):
-                    return f"what follows answer {place + 1} depends on the messages before it"
+                    return f"the text after answer {place + 1} depends on the messages before it"
                 past.append(answer)
         except ValueError as error:
             return str(error)

@@ -1,1 +1,1 @@
-"""Resolves settings, model and machine to one frozen `RunSpec`, shared by trainer, planner and benches."""
+"""Resolves settings, model and machine to one frozen `RunSpec`, shared by trainer, planner and benchmarks."""

@@ -1,4 +1,4 @@
-"""How a run answers a question, wherever it is asked: in evaluations, `podium.generate`, `chat` and `serve`. No jax."""
+"""How a run's weights answer questions, the same in evaluations, `podium.generate`, `chat` and `serve`. No jax."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,35 +14,35 @@ from podium.tasks.registry import make_task, task_labels
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a caller says about its answers; None: as the run has it."""
+    """What a caller sets about its answers; None: use the run's setting."""
 
     system_prompt: str | None = None
-    """Empty: none."""
+    """System message; an empty text for none."""
     max_new_tokens: int | None = None
     temperature: float | None = None
-    """0: greedy."""
+    """Sampling temperature; 0 for greedy."""
     repetition_penalty: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answering:
-    """How answers are drawn, and what the model reads first. The tokenizer has the chat template and its options."""
+    """How answers are sampled, and the system prompt. Chat template and its options belong to the tokenizer."""
 
     system_prompt: str | None
     sampling: SamplingParams
     notice: str = ""
-    """A sentence for the user if a choice was made between the run's tasks; empty: there was none."""
+    """A sentence for the user if one of several tasks' system prompts had to be chosen; otherwise empty."""
 
     def messages(self, conversation: Sequence[Message]) -> list[Message]:
-        """A conversation, which begins with the system prompt unless it has a system message of its own."""
+        """The conversation, preceded by the system prompt unless it has a system message already."""
         return with_system_prompt(conversation, self.system_prompt)
 
 
 def resolve_answering(config: Config, asked: Asked) -> Answering:
-    """How a run with this config answers, with what the caller asks for instead.
+    """Combine a run's settings for answers with those that the caller asks for.
 
-    Raises ValueError if the caller asks for what cannot be, or if a task of the run cannot be made, so that its system
-    prompt is unknown.
+    Raises ValueError if an asked value is invalid, or if a task of the run cannot be created, so that its system prompt
+    is unknown.
     """
     _check(asked)
     sampling = sampling_params(config.rollout)
@@ -59,7 +59,7 @@ def resolve_answering(config: Config, asked: Asked) -> Answering:
 
 
 def _check(asked: Asked) -> None:
-    """Raise ValueError for values of other types or sizes: callers may pass anything."""
+    """Raise ValueError for values of a wrong type or range: callers may pass anything."""
     if asked.system_prompt is not None and not isinstance(asked.system_prompt, str):
         raise ValueError(f"system_prompt: expected a text, got {asked.system_prompt!r:.80}")
     temperature, penalty = asked.temperature, asked.repetition_penalty
@@ -70,13 +70,13 @@ def _check(asked: Asked) -> None:
 
 
 def evaluation_sampling(sampling: SamplingParams, evaluation: EvalConfig, *, greedy: bool) -> SamplingParams:
-    """The settings of an evaluation's greedy or sampled answers, from those of training."""
+    """Sampling settings for an evaluation's greedy or sampled answers, derived from those of training."""
     drawn = dataclasses.replace(sampling, repetition_penalty=evaluation.repetition_penalty, greedy_completion=None)
     return drawn.at(0.0 if greedy else evaluation.temperature)
 
 
 def _system_prompt(config: Config) -> tuple[str | None, str]:
-    """The first message of the run's conversations, and a notice if its tasks have different ones."""
+    """The system prompt of the run's conversations, and a notice if its tasks have different ones."""
     found: dict[str, str | None] = {}
     for label, task in zip(task_labels(config.tasks), config.tasks, strict=True):
         if task.system_prompt is not None:
@@ -87,8 +87,8 @@ def _system_prompt(config: Config) -> tuple[str | None, str]:
                 found[label] = make_task(task).system_prompt or None
         except ValueError as error:
             raise ValueError(
-                f"task {label} of the run cannot be made here, so its system prompt is unknown ({error}); give a system"
-                " prompt, which may be empty: system_prompt=..., --system, or --set tasks.0.system_prompt=..."
+                f"task {label} of the run cannot be created here, so its system prompt is unknown ({error}); give a "
+                "system prompt, which may be empty: system_prompt=..., --system, or --set tasks.0.system_prompt=..."
             ) from error
     if not found:
         return None, ""

@@ -35,7 +35,7 @@ _IN_WORDS = {
 
 
 def check_divisible(spec: RunSpec) -> None:
-    """Check, before anything is compiled or rented, that weights and sequences split evenly over a machine's mesh.
+    """Check that weights and sequences split evenly over a machine's mesh, before anything is compiled or rented.
 
     Raises ValueError if the mesh does not divide a model or the rollout's slots; the message lists values that work.
     """
@@ -55,7 +55,7 @@ def check_divisible(spec: RunSpec) -> None:
 
 
 def check_tokens(spec: RunSpec) -> None:
-    """Raises ValueError if sp does not divide rows, or the heads that attention splits instead of tokens."""
+    """Raise ValueError if rows, or the heads that attention splits instead of tokens, are not divisible by sp."""
     for model, decoder in _models(spec):
         _check_heads(model, decoder, spec.mesh)
     sp, where = spec.mesh["sp"], f"mesh {_shown(spec.mesh)!r}"
@@ -68,7 +68,7 @@ def check_tokens(spec: RunSpec) -> None:
 
 
 def check_conversations(rollout: RolloutSpec, mesh: MeshSizes) -> None:
-    """Raises ValueError if sp does not divide the rows of a model that grades, or its heads."""
+    """Raise ValueError if a grading model's rows or heads are not divisible by sp."""
     sp = mesh["sp"]
     for role in rollout.grading_models:
         _check_heads(role.model, role.decoder, mesh)
@@ -80,19 +80,19 @@ def check_conversations(rollout: RolloutSpec, mesh: MeshSizes) -> None:
 
 
 def _models(spec: RunSpec) -> Iterator[tuple[str, DecoderConfig]]:
-    """The name and the decoder of each model of a run, the policy's first."""
+    """The name and decoder of each model of a run, the policy first."""
     yield spec.model, spec.decoder
     for role in spec.roles.values():
         yield role.model, role.decoder
 
 
 def _shown(mesh: MeshSizes) -> str:
-    """The axes of a mesh that split something, as in `mesh:`."""
+    """The mesh in the form of the setting `mesh`, without axes of size 1."""
     return mesh_text({axis: size for axis, size in mesh.items() if size > 1})
 
 
 def _check_weights(model: str, decoder: DecoderConfig, mesh: MeshSizes) -> None:
-    """Raises ValueError if the mesh does not divide the weights of a model of the run."""
+    """Raise ValueError if the weights of a model do not split evenly over the mesh."""
     specs, devices = param_specs(decoder), math.prod(mesh.values())
     parts = axis_parts(TRAIN_AXES, mesh)
     for _, axis, dim in indivisible(specs, lambda axis: parts.get(axis, 1)):
@@ -106,19 +106,19 @@ def _check_weights(model: str, decoder: DecoderConfig, mesh: MeshSizes) -> None:
 
 
 def _check_heads(model: str, decoder: DecoderConfig, mesh: MeshSizes) -> None:
-    """Raises ValueError if sp and tp do not divide the heads that a model's attention splits."""
+    """Raise ValueError if a model's heads are not divisible by the axes sp and tp that attention splits them over."""
     sp, tp = mesh["sp"], mesh["tp"]
     if decoder.heads % (sp * tp):
         works = [size for size in range(1, decoder.heads + 1) if decoder.heads % (size * tp) == 0]
         raise ValueError(
-            f"mesh {_shown(mesh)!r}: attention splits {decoder.heads} query heads ({model}) over sp:{sp} x tp:{tp},"
-            f" which they do not divide by; with tp:{tp}, sp can be {', '.join(map(str, works))}"
+            f"mesh {_shown(mesh)!r}: attention splits {decoder.heads} query heads ({model}) over sp:{sp} x tp:{tp}, "
+            f"and they are not divisible by that; with tp:{tp}, sp can be {', '.join(map(str, works))}"
         )
     for heads in decoder.sizes("delta_heads"):
         if heads % (sp * tp):
             raise ValueError(
-                f"mesh {_shown(mesh)!r}: delta nets split {heads} heads ({model}) over sp:{sp} x tp:{tp}, which they"
-                " do not divide by; make sp or tp smaller"
+                f"mesh {_shown(mesh)!r}: delta nets split {heads} heads ({model}) over sp:{sp} x tp:{tp}, and they "
+                "are not divisible by that; make sp or tp smaller"
             )
 
 

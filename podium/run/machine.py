@@ -13,7 +13,7 @@ class Machine:
     platform: str
     """The jax platform: cpu, gpu or tpu."""
     devices: int
-    """Number over all hosts."""
+    """Number of devices over all hosts."""
     hosts: int = 1
     """Number of jax.distributed processes."""
     slices: int = 1
@@ -23,11 +23,11 @@ class Machine:
     cpu_flags: frozenset[str] = frozenset()
     """Instruction sets of the host's CPU, which decide its number format."""
     capability: str = ""
-    """Compute capability of its GPUs, such as 8.0; empty: unknown, and that of a GPU in the table."""
+    """Compute capability of the GPUs, such as 8.0; empty if it is unknown, or for GPUs in the table."""
 
     @property
     def kernels(self) -> Kernels:
-        """The kind of kernels that its devices run."""
+        """The kind of kernels that the devices run."""
         return kernels_on(self.platform, self.capability)
 
     @property
@@ -37,7 +37,7 @@ class Machine:
 
     @classmethod
     def planned(cls, accelerator: Accelerator) -> "Machine":
-        """The machine of a table entry; a CPU is assumed to be that of the current machine."""
+        """The machine of a table entry; for a CPU, the current machine's is assumed."""
         return cls(
             platform=accelerator.platform,
             devices=accelerator.devices,

@@ -7,7 +7,7 @@ All call the same functions, so a plan has the same spec as the run.
 import dataclasses
 
 from podium.algorithms.recipe_options import make_recipe
-from podium.algorithms.recipes import Recipe, Teaching, find_recipe
+from podium.algorithms.recipes import Recipe, find_recipe
 from podium.config.attention_blocks import attention_backend
 from podium.config.data import DataConfig
 from podium.config.head import head_kind
@@ -20,13 +20,13 @@ from podium.models.layouts import Layout, choose_layout
 from podium.models.params import TRAIN_AXES, axis_parts
 from podium.rollout.request import SamplingParams
 from podium.run.machine import Machine
-from podium.run.roles import grading_models, scoring_models
+from podium.run.roles import check_graders, grading_models, own_prompts, scoring_models, teaching
 from podium.run.run_spec import (
+    AnswerSettings,
     BatchSizes,
     DemonstrationSpec,
     Format,
     OptimizerSpec,
-    PrivilegedSpec,
     PromptSpec,
     RolloutSpec,
     RunSpec,
@@ -36,7 +36,6 @@ from podium.run.run_spec import (
 from podium.run.token_sizes import (
     batch_sequences,
     optimizer_steps,
-    privileged_tokens,
     row_groups,
     row_tokens,
     rows_per_device,
@@ -59,7 +58,7 @@ def resolve(
         decoder: the model's architecture, LoRA included.
         machine: the run's devices.
         mesh: sizes of the mesh axes; unset: resolved from the config's `mesh`.
-        recipe: that of the settings, if they were checked already; unset: resolved here.
+        recipe: the config's recipe if it was resolved already; None: resolve it here.
 
     Raises:
         ValueError: settings conflict with each other, the model or the machine; the message names the key and a way
@@ -69,8 +68,8 @@ def resolve(
     mesh = mesh or resolve_mesh(config, machine)
     if config.algorithm.router_loss_coef and not decoder.routed:
         raise ValueError(
-            f"algorithm.router_loss_coef is {config.algorithm.router_loss_coef:g} and {config.model} has no routers; it"
-            " is for mixtures of experts: leave it unset"
+            f"algorithm.router_loss_coef is {config.algorithm.router_loss_coef:g}, which is for mixtures of experts, "
+            f"and {config.model} has no routers; leave it unset"
         )
     spec = RunSpec(
         name=config.name or config.model,
@@ -90,17 +89,16 @@ def resolve(
         ),
         steps=config.steps,
         prompts_per_step=config.prompts_per_step,
-        evaluation=config.eval,
         checkpoint=config.checkpoint,
         metrics=config.metrics,
     )
     _check_positions(spec)
-    _check_graders(config)
+    check_graders(config)
     return spec
 
 
 def _check_positions(spec: RunSpec) -> None:
-    """Raises ValueError if a sequence can be longer than a model of the run has positions."""
+    """Raise ValueError if sequences can be longer than the number of positions of a model of the run."""
     positions = {spec.model: spec.decoder.max_positions}
     positions |= {role.model: role.decoder.max_positions for role in spec.scoring_models}
     for model, most in positions.items():
@@ -115,30 +113,18 @@ def _check_positions(spec: RunSpec) -> None:
             )
 
 
-def _check_graders(config: Config) -> None:
-    """Raises ValueError if no task uses a reward model or a judge: an evaluation may leave them out, a run may not."""
-    used = {part for task in config.tasks for part in task.rewards}
-    named = [(f"reward_models.{index}", each.name) for index, each in enumerate(config.reward_models)]
-    named += [(f"grading.judges.{index}", each.name) for index, each in enumerate(config.grading.judges)]
-    for key, name in named:
-        if name not in used:
-            raise ValueError(
-                f"{key}.name: {name!r} is in no task's rewards, so it would grade nothing; name it in tasks.0.rewards,"
-                f" with a weight, or leave {key} out"
-            )
-
-
 def resolve_mesh(config: Config, machine: Machine) -> MeshSizes:
     """Resolve the sizes of the mesh axes. Raises ValueError if the mesh does not fit the machine."""
     return mesh_shape(config.mesh, devices=machine.devices, hosts=machine.hosts, slices=machine.slices)
 
 
 def resolve_algorithm(config: Config) -> AlgorithmConfig:
-    """The config's `algorithm`, with a correction if the rollout's weights are rounded and the config leaves it open.
+    """The config's `algorithm`, with a default correction if the rollout's weights are rounded and the config sets
+    none.
 
-    It leaves it open if it sets neither `correction` nor `old_logprobs`, if its recipe samples and has no correction of
-    its own, and if its loss is not vespo, which weighs by the ratio to the sampler already. Raises ValueError for an
-    unknown recipe.
+    The default applies if the config sets neither `correction` nor `old_logprobs`, if the recipe samples and has no
+    correction, and if the loss is not vespo, which already weights by the ratio to the sampler. Raises ValueError for
+    an unknown recipe.
     """
     given = config.algorithm
     chosen = given.correction is not None or given.old_logprobs is not None
@@ -151,16 +137,11 @@ def resolve_algorithm(config: Config) -> AlgorithmConfig:
 
 
 def resolve_recipe(config: Config) -> Recipe:
-    """Resolve the recipe with the config's overrides, sampler and teacher. Raises ValueError if they conflict."""
+    """Resolve the recipe with the config's overrides, sampler and models. Raises ValueError if they conflict."""
     recipe = make_recipe(
         resolve_algorithm(config), group_size=config.group_size, prompts_per_step=config.prompts_per_step
     )
-    recipe = dataclasses.replace(recipe, penalised=config.rollout.repetition_penalty != 1)
-    teacher = config.teacher
-    if teacher is None:
-        return recipe
-    teaching = Teaching(weight=teacher.weight, loss=teacher.loss, reverse=teacher.reverse)
-    return dataclasses.replace(recipe, teacher=teaching)
+    return dataclasses.replace(recipe, penalised=config.rollout.repetition_penalty != 1, teaching=teaching(config))
 
 
 def resolve_batch(config: Config, recipe: Recipe, decoder: DecoderConfig, mesh: MeshSizes) -> BatchSizes:
@@ -183,9 +164,9 @@ def resolve_batch(config: Config, recipe: Recipe, decoder: DecoderConfig, mesh: 
 
 
 def resolve_update(config: Config, recipe: Recipe, machine: Machine, mesh: MeshSizes) -> UpdateSpec:
-    """Resolve how batches are scored and trained on. Raises ValueError if the machine lacks a requested kernel."""
+    """Resolve how batches are scored and trained on. Raises ValueError if the machine cannot run a requested kernel."""
     train = config.train
-    compares = recipe.teacher is not None and recipe.teacher.loss == "full"  # all logits, which a fused head has not
+    compares = recipe.teaching is not None and recipe.teaching.loss == "full"  # needs all logits
     return UpdateSpec(
         dtype=resolve_format(train.dtype, machine),
         reduce_dtype=train.reduce_dtype,
@@ -203,21 +184,18 @@ def resolve_update(config: Config, recipe: Recipe, machine: Machine, mesh: MeshS
 
 def resolve_prompts(config: Config) -> PromptSpec:
     """Resolve the source of a run's prompts, and their maximum length."""
-    privileged = None
-    if config.teacher is not None and config.teacher.template is not None:
-        privileged = PrivilegedSpec(template=config.teacher.template, max_tokens=privileged_tokens(config))
     return PromptSpec(
         tasks=tuple(config.tasks),
         data=config.data,
         seed=config.seed,
         max_tokens=config.rollout.prompt_tokens,
         long_prompts=config.rollout.long_prompts,
-        privileged=privileged,
+        privileged=own_prompts(config),
     )
 
 
 def resolve_demonstrations(config: Config) -> DemonstrationSpec | None:
-    """Resolve the demonstrations that a run mixes into its updates; None if it mixes none in."""
+    """Resolve the demonstrations that a run mixes into its updates; None if the run has no demonstrations."""
     if (part := config.demonstrations) is None:
         return None
     tasks = [each.task for each in part.tasks] or [
@@ -228,9 +206,9 @@ def resolve_demonstrations(config: Config) -> DemonstrationSpec | None:
 
 
 def resolve_rollout(config: Config, recipe: Recipe, decoder: DecoderConfig, machine: Machine) -> RolloutSpec:
-    """Resolve how prompts are completed and graded on a machine; evaluation needs the same.
+    """Resolve how prompts are completed and graded on a machine, for training and evaluation.
 
-    Raises ValueError if the layout does not fit the model or the machine, or a sequence the model's positions.
+    Raises ValueError if the layout does not fit the model or the machine, or if sequences exceed the model's positions.
     """
     rollout = config.rollout
     if found := too_long(rollout, decoder.max_positions, config.model):
@@ -245,13 +223,15 @@ def resolve_rollout(config: Config, recipe: Recipe, decoder: DecoderConfig, mach
         grading_models=grading_models(config, recipe),
         environments=config.environments,
         evaluation=config.eval,
-        sampling=dataclasses.replace(
-            sampling_params(rollout), greedy_completion=config.group_size if "baselines" in recipe.reads else None
+        training=AnswerSettings(
+            sampling=dataclasses.replace(
+                sampling_params(rollout), greedy_completion=config.group_size if "baselines" in recipe.reads else None
+            ),
+            completions=config.group_size + ("baselines" in recipe.reads),
+            max_refills=recipe.max_refills if recipe.zero_variance == "refill" else 0,
+            zero_variance_metric=recipe.zero_variance_metric,
+            in_flight=rollout.prompts_in_flight(config.prompts_per_step),
         ),
-        completions=config.group_size + ("baselines" in recipe.reads),
-        zero_variance_metric=recipe.zero_variance_metric,
-        max_refills=recipe.max_refills if recipe.zero_variance == "refill" else 0,
-        in_flight=rollout.prompts_in_flight(config.prompts_per_step),
     )
 
 
@@ -286,7 +266,9 @@ def sampling_params(rollout: RolloutConfig) -> SamplingParams:
 
 
 def host_share(rollout: RolloutConfig, hosts: int) -> RolloutConfig:
-    """One host's share of the engine's slots, rows and cache. Raises ValueError if they do not divide over hosts."""
+    """One host's share of the engine's slots, rows and cache. Raises ValueError if they are not divisible by the number
+    of hosts.
+    """
     check_split(rollout, hosts, "hosts")
     own = {"slots": rollout.slots // hosts, "prefill_rows": rollout.prefill_rows // hosts}
     if rollout.cache_tokens is not None:

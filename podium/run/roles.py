@@ -1,10 +1,10 @@
-"""Finds the models of a run without their weights: its policy, and each other one as a `Role`. No jax."""
+"""Finds the models of a run, without their weights: the policy, and every other model as a `Role`. No jax."""
 
 import dataclasses
 from collections.abc import Iterator
 
 from podium.algorithms.advantages import VALUES
-from podium.algorithms.recipes import REFERENCE_LOGPROBS, TEACHER_HIDDEN, TEACHER_LOGPROBS, Recipe
+from podium.algorithms.recipes import REFERENCE_LOGPROBS, TAUGHT_HIDDEN, TAUGHT_LOGPROBS, Recipe, Teaching
 from podium.config.critic_section import CriticConfig
 from podium.config.lora import LoraConfig
 from podium.config.rollout_weights import RolloutWeights
@@ -12,27 +12,27 @@ from podium.config.schema import Config
 from podium.config.sizes import conversation_tokens, too_long_to_score
 from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder, scoring_decoder, with_lora
 from podium.models.presets import find_architecture
-from podium.run.run_spec import SCORE, ConversationSpec, LearningSpec, OptimizerSpec, Role
-from podium.run.token_sizes import longer_prompts, rows_per_device
+from podium.run.run_spec import SCORE, ConversationSpec, LearningSpec, OptimizerSpec, PrivilegedSpec, Role
+from podium.run.token_sizes import rows_per_device
 
 
 def find_decoder(config: Config) -> DecoderConfig:
-    """The decoder of a run including its adapters. Raises ModelError as `find_architecture` and `decoder_of_run` do."""
+    """The decoder of a run, adapters included. Raises ModelError like `find_architecture` and `decoder_of_run`."""
     return decoder_of_run(find_architecture(config.model), config.lora, config.rollout.weights)
 
 
 def decoder_of_run(decoder: DecoderConfig, lora: LoraConfig | None, rollout_weights: RolloutWeights) -> DecoderConfig:
-    """A model's decoder with a run's adapters, and the format of its rollout's weights.
+    """A model's decoder with a run's adapters and number format of rollout weights.
 
-    Raises ModelError if it has no matrix of a target of the adapters.
+    Raises ModelError if the model has no matrix for one of the adapters' targets.
     """
     return dataclasses.replace(with_lora(decoder, lora), rollout_weights=rollout_weights)
 
 
 def scoring_models(config: Config, recipe: Recipe, decoder: DecoderConfig) -> tuple[Role, ...]:
-    """The models that score batches of the policy, whose architecture is `decoder`.
+    """The models that score the policy's batches; `decoder` is the policy's.
 
-    Raises ModelError if a model does not exist, or if the critic's has several labels.
+    Raises ModelError if a model does not exist, or if the critic's model has several labels.
     """
     return (
         *_reference(config, recipe, decoder),
@@ -42,7 +42,7 @@ def scoring_models(config: Config, recipe: Recipe, decoder: DecoderConfig) -> tu
 
 
 def _reference(config: Config, recipe: Recipe, decoder: DecoderConfig) -> Iterator[Role]:
-    """The first model, if the recipe compares with it: beside adapters it is their base."""
+    """The reference (the run's first model), if the recipe uses one; with adapters, it is their base model."""
     if recipe.needs_reference:
         stays = "frozen" if decoder.lora is None else "policy_base"
         yield Role(
@@ -57,7 +57,7 @@ def _reference(config: Config, recipe: Recipe, decoder: DecoderConfig) -> Iterat
 
 
 def _teacher(config: Config) -> Iterator[Role]:
-    """The teacher, all of which is frozen, if the config has one."""
+    """The teacher, entirely frozen, if the config has one."""
     if (teacher := config.teacher) is not None:
         is_base = config.lora is not None and (teacher.model, teacher.base) == (config.model, config.lora.base)
         yield Role(
@@ -65,14 +65,43 @@ def _teacher(config: Config) -> Iterator[Role]:
             model=teacher.model,
             decoder=frozen_decoder(find_architecture(teacher.model), teacher.base),
             weights="policy_base" if is_base else "frozen",
-            scores=TEACHER_HIDDEN if teacher.loss == "full" else TEACHER_LOGPROBS,
+            scores=TAUGHT_HIDDEN if teacher.loss == "full" else TAUGHT_LOGPROBS,
             phase="teacher",
-            longer_prompts=None if teacher.prompt == "same" else longer_prompts(config),
+            longer_prompts=_longer_prompts(config),
         )
 
 
+def teaching(config: Config) -> Teaching | None:
+    """The terms that the teacher adds to the recipe; None without a teacher."""
+    if (teacher := config.teacher) is None:
+        return None
+    return Teaching(weight=teacher.weight, loss=teacher.loss, reverse=teacher.reverse)
+
+
+def own_prompts(config: Config) -> PrivilegedSpec | None:
+    """The prompts of the teacher; None if it reads the policy's prompts, or without a teacher."""
+    if (teacher := config.teacher) is None or teacher.template is None:
+        return None
+    longest = teacher.max_prompt_tokens or config.rollout.prompt_tokens
+    return PrivilegedSpec(role="teacher", template=teacher.template, max_tokens=longest)
+
+
+def _longer_prompts(config: Config) -> int | None:
+    """By how many tokens the teacher's prompts can be longer than the policy's; None if it reads the policy's prompts.
+
+    With conversations it is the whole longest prompt, because a conversation may begin with a prompt of any length and
+    fill a row.
+    """
+    if (own := own_prompts(config)) is None:
+        return None
+    shorter = 0 if config.rollout.max_episode_tokens is not None else config.rollout.prompt_tokens
+    return max(0, own.max_tokens - shorter)
+
+
 def _critic(config: Config, recipe: Recipe, decoder: DecoderConfig) -> Iterator[Role]:
-    """The critic, if the recipe has one: the policy's decoder without adapters, unless the config names a model."""
+    """The critic, if the recipe has one; it has the policy's decoder without adapters, unless the config names
+    a model.
+    """
     if recipe.learns_values:
         critic = config.critic or CriticConfig()
         yield Role(
@@ -96,11 +125,11 @@ def _critic(config: Config, recipe: Recipe, decoder: DecoderConfig) -> Iterator[
 
 
 def grading_models(config: Config, recipe: Recipe) -> tuple[Role, ...]:
-    """The reward models that tasks use, all of which are frozen, and how they score.
+    """The reward models that tasks use, all frozen, and how they score.
 
     Raises:
-        ModelError: there is no such model, or it has no head with one score.
-        ValueError: conversations are longer than its positions.
+        ModelError: a model does not exist, or has no head with a single score.
+        ValueError: conversations can be longer than a model's positions.
     """
     used = {part for task in config.tasks for part in task.rewards}
     found = []
@@ -133,3 +162,16 @@ def grading_models(config: Config, recipe: Recipe) -> tuple[Role, ...]:
             )
         )
     return tuple(found)
+
+
+def check_graders(config: Config) -> None:
+    """Raise ValueError if a reward model or judge is not used by any task. Evaluations skip this check."""
+    used = {part for task in config.tasks for part in task.rewards}
+    named = [(f"reward_models.{index}", each.name) for index, each in enumerate(config.reward_models)]
+    named += [(f"grading.judges.{index}", each.name) for index, each in enumerate(config.grading.judges)]
+    for key, name in named:
+        if name not in used:
+            raise ValueError(
+                f"{key}.name: no task's rewards contain {name!r}, so it would grade nothing; add it to "
+                f"tasks.0.rewards with a weight, or leave {key} out"
+            )

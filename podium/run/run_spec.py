@@ -1,13 +1,13 @@
 """A resolved run: typed parts, each for one component. Plain data, no jax.
 
-Components take these values from here, and do not derive them from the settings again.
+Components read these values, and do not derive them from the settings again.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
+from podium.algorithms.recipes import TAUGHT_HIDDEN, Recipe
 from podium.config.attention_blocks import Backend
 from podium.config.data import DataConfig
 from podium.config.head import HeadKind
@@ -36,7 +36,7 @@ Format = Literal["float32", "bfloat16"]
 Packing = Literal["none", "sequences", "shared_prompts"]
 """Which completions share a row; see `podium.train.batches.packing`."""
 SCORE = "score"
-"""The program in plans by which the policy, and models of its architecture, score a batch."""
+"""Name in plans of the program that scores a batch with the policy, and with other models of its architecture."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,37 +44,37 @@ class BatchSizes:
     """The shapes of a run's batches, which are the same in all steps, and how rows are filled."""
 
     row_tokens: int
-    """T: tokens per row; also the maximum length of a prompt with its completion."""
+    """Tokens T per row; also the maximum length of a prompt with its completion."""
     rows: int
-    """B: rows of a micro-batch, over all devices."""
+    """Rows B of a micro-batch, over all devices."""
     max_rows: int
     """Maximum number of rows in an optimizer step; determines K."""
     packing: Packing
     max_new_tokens: int
     """Maximum length of a completion, or of a conversation: the denominator of `mean: constant`."""
     choices: int = 0
-    """C: number of experts to which a token goes, over all layers; 0 without a mixture of experts."""
+    """Number C of experts that a token is sent to, summed over layers; 0 without a mixture of experts."""
     choice_format: ChoiceFormat = "uint8"
-    """Number format of these choices."""
+    """Integer format of the recorded experts."""
     ages: bool = False
     """Whether batches record the age of tokens."""
     demonstrations: bool = False
-    """Whether demonstrations are mixed into batches of completions that were drawn."""
+    """Whether demonstrations are mixed into batches of sampled completions."""
     devices: int = 1
     """Number of devices that share a micro-batch's rows; with several, rows are balanced."""
     pairs: bool = False
     """Whether the two completions of a group must share a row; rows are then not balanced."""
     pair_cost: float = 0.0
-    """Cost of a query-key pair relative to the products of one token; used to give rows equal work."""
+    """Cost of a query-key pair relative to the matrix products of one token; used to give rows equal work."""
 
     @property
     def max_micro_batches(self) -> int:
-        """K: maximum number of micro-batches of an optimizer step."""
+        """Maximum number K of micro-batches of an optimizer step."""
         return -(-self.max_rows // self.rows)
 
 
 def pair_cost(decoder: DecoderConfig) -> float:
-    """Cost of a query-key pair relative to the products of one token."""
+    """Cost of a query-key pair relative to the matrix products of one token."""
     return pair_flops(decoder) / (2 * matrix_elements(decoder))
 
 
@@ -110,12 +110,12 @@ class OptimizerSpec:
     steps: int
     """Optimizer steps of the whole run, over which the schedule spans."""
     offload: bool
-    """Whether its state is in host memory between updates."""
+    """Whether the optimizer's state is in host memory between updates."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearningSpec:
-    """How a model beside the policy is trained."""
+    """How a model other than the policy is trained."""
 
     optimizer: OptimizerSpec
     warmup_steps: int
@@ -123,7 +123,7 @@ class LearningSpec:
     updates: int
     """Updates on each minibatch."""
     clip: float | None
-    """How far a value may move in a step; None: without bound."""
+    """How far a value may move in a step; None: unlimited."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,14 +131,14 @@ class ConversationSpec:
     """How a model grades whole conversations: what it reads, and the rows in which it scores them."""
 
     part: str
-    """The part of the reward that it gives."""
+    """Name of the model's part of the reward."""
     chat_template: str | None
     template_date: str | None
-    """The date that a chat template shows; None: it shows today's."""
+    """The date that a chat template shows; None: today's date."""
     row_tokens: int
-    """T: tokens per row; longer conversations get no score."""
+    """Tokens T per row; longer conversations get no score."""
     rows_per_device: int
-    """Rows of a call on each device that the batch is split over."""
+    """Rows per call on each device that the batch is split over."""
     standardise: Literal["none", "batch"]
 
     def batch(self, *, shards: int) -> BatchSizes:
@@ -151,56 +151,65 @@ class ConversationSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Role:
-    """A model of a run beside its policy, and what it does in a step."""
+    """A model of a run other than the policy, and what it does in a step."""
 
     name: str
-    """reference, teacher, critic or reward:NAME; names of its arrays in checkpoints begin with it."""
+    """Name of the role in `podium.run.roles`; the names of its arrays in checkpoints begin with this."""
     model: str
-    """Its model's name, as in the config."""
+    """Name of the model, as in the config."""
     decoder: DecoderConfig
     weights: Literal["trained", "frozen", "moving", "policy_base"]
-    """policy_base: the frozen weights of the policy, beside its adapters, without a second copy."""
+    """How the weights behave; policy_base: they are the frozen weights of the policy's base model, without a second
+    copy."""
     scores: str | None
-    """The name of its scores in `Batch.scores`; None: it grades whole conversations."""
+    """Name of the scores in `Batch.scores`; None if the model grades whole conversations."""
     phase: str
-    """The name of its scoring program in plans; SCORE if the policy's own program computes its scores."""
+    """Name of the scoring program in plans; SCORE if the policy's own program computes its scores."""
     longer_prompts: int | None = None
-    """By how many tokens its own prompts can be longer than the policy's; None: it reads the policy's."""
+    """By how many tokens the model's own prompts can be longer than the policy's; None if it reads the policy's
+    prompts."""
     learning: LearningSpec | None = None
-    """How it is trained; None unless `weights` are trained."""
+    """How the model is trained; None unless `weights` are trained."""
     follows: ReferenceConfig | None = None
-    """How it follows the policy; None unless `weights` are moving."""
+    """How the model follows the policy; None unless `weights` are moving."""
     conversations: ConversationSpec | None = None
-    """How it grades conversations; None if it has `scores`."""
+    """How the model grades conversations; None if it has `scores`."""
 
     @property
     def kind(self) -> str:
-        """Its name without that of the part of the reward; plans add up the memory of a kind."""
+        """The role's name without the name of the reward part; plans add up memory by kind."""
         return self.name.partition(":")[0]
 
     @property
     def title(self) -> str:
-        """Its name in messages, such as `reward model helpful`."""
+        """The role's name in messages, such as `reward model helpful`."""
         return self.name if self.conversations is None else f"reward model {self.conversations.part}"
 
     @property
     def changes(self) -> bool:
-        """Whether its weights change in training; they are then part of the run's state."""
+        """Whether the weights change in training and are therefore part of the run's state."""
         return self.weights in ("trained", "moving")
 
     @property
     def compared(self) -> bool:
-        """Whether its scores are hidden states, from which updates compute its whole distributions."""
-        return self.scores == TEACHER_HIDDEN
+        """Whether the scores are hidden states, from which updates compute the model's whole distributions."""
+        return self.scores == TAUGHT_HIDDEN
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrivilegedSpec:
-    """The prompts of a teacher that reads more than the policy."""
+    """The prompts of a model that reads more than the policy."""
 
+    role: str
+    """Name of the role whose section of the config has these settings."""
     template: str
-    """Of the last message of the user."""
+    """Template of the user's last message."""
     max_tokens: int
+
+    @property
+    def key(self) -> str:
+        """The key of the setting that `max_tokens` comes from."""
+        return f"{self.role}.max_prompt_tokens"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,16 +222,31 @@ class PromptSpec:
     max_tokens: int
     long_prompts: Literal["drop", "error"]
     privileged: PrivilegedSpec | None = None
-    """None: a teacher, if there is one, reads the policy's prompts."""
+    """The prompts of a model that reads others than the policy; None if every model reads the policy's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemonstrationSpec:
-    """The demonstrations that a run imitates in the same updates in which it learns from its completions."""
+    """The demonstrations that a run imitates in the same updates in which it learns from completions."""
 
     prompts: PromptSpec
     per_step: int
-    """Rows of each step."""
+    """Rows per step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerSettings:
+    """How to answer prompts."""
+
+    sampling: SamplingParams
+    completions: int
+    """Completions per prompt, including the greedy one if the recipe compares with it."""
+    max_refills: int = 0
+    """Maximum number of times that prompts with equal rewards are replaced by the next prompts of the run."""
+    zero_variance_metric: str | None = None
+    """Part of the reward that decides whether rewards are equal; None: the total."""
+    in_flight: int = 0
+    """Prompts to answer at the same time, at least those requested; the others continue in the next step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,20 +261,13 @@ class RolloutSpec:
     prompts: PromptSpec
     grading: GradingConfig
     grading_models: tuple[Role, ...]
-    """The models that grade conversations: those that a task's rewards name."""
+    """The models that grade conversations, which are named in tasks' rewards."""
     environments: EnvironmentsConfig
     evaluation: EvalConfig
-    sampling: SamplingParams
-    completions: int
-    """Completions per training prompt: G, and the greedy one of a recipe that compares with it."""
-    zero_variance_metric: str | None
-    """Part of the reward that decides whether a group's rewards are equal; None: their total."""
-    max_refills: int
-    """Maximum number of times that prompts with equal rewards are replaced by the next prompts."""
-    in_flight: int
-    """Number of prompts answered at the same time; at least those of one step."""
+    training: AnswerSettings
+    """How the prompts of training steps are answered."""
     demonstrations: DemonstrationSpec | None = None
-    """The demonstrations that are mixed in; None in evaluations, and in runs of one recipe alone."""
+    """The demonstrations that are mixed in; None in evaluations, and in runs without demonstrations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,13 +275,13 @@ class RunSpec:
     """A run on a machine, with every choice made."""
 
     name: str
-    """What the run is called; without a name in the config, as its model."""
+    """Name of the run; if the config sets none, the name of the model."""
     model: str
     """The policy's name in the config."""
     machine: Machine
     decoder: DecoderConfig
     scoring_models: tuple[Role, ...]
-    """The models beside the policy that score its batches."""
+    """The models other than the policy that score its batches."""
     recipe: Recipe
     mesh: MeshSizes
     """Axis sizes of the training mesh; the rollout's mesh follows from its layout."""
@@ -274,28 +291,29 @@ class RunSpec:
     rollout: RolloutSpec
     steps: int
     prompts_per_step: int
-    """N: prompts per step."""
-    evaluation: EvalConfig
+    """Prompts per step, N."""
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
 
     @property
     def roles(self) -> dict[str, Role]:
-        """All models of the run beside its policy, by name: those that score batches, and those that grade."""
+        """All models of the run other than the policy, by name: those that score batches, and those that grade."""
         return {role.name: role for role in (*self.scoring_models, *self.rollout.grading_models)}
 
     @property
     def compared(self) -> Role | None:
-        """The model whose whole distributions updates compare with the policy's; None if there is none."""
+        """The model whose whole distributions updates compare with the policy's; None if the run has no such model."""
         return next((role for role in self.scoring_models if role.compared), None)
 
     @property
     def updates(self) -> tuple[str, ...]:
-        """The names in plans of the programs that train: `update`, of the policy, and those of trained roles."""
+        """Names in plans of the programs that train: the policy's `update`, and the updates of trained roles."""
         return "update", *(role.name for role in self.scoring_models if role.learning is not None)
 
     def batch_of(self, role: Role) -> BatchSizes:
-        """The shapes of the batches that a role scores: with prompts of its own, rows have room for the longest."""
+        """The shapes of the batches that a role scores. If the role has its own prompts, rows have room for the longest
+        of them.
+        """
         shards, sp = self.batch.devices, self.mesh["sp"]
         if role.conversations is not None:
             return role.conversations.batch(shards=shards)
@@ -312,8 +330,8 @@ class RunSpec:
 
     @property
     def group_size(self) -> int:
-        """G: completions of a prompt that are trained on."""
-        return self.rollout.completions - ("baselines" in self.recipe.reads)
+        """Completions per prompt that are trained on, G."""
+        return self.rollout.training.completions - ("baselines" in self.recipe.reads)
 
     @property
     def rollout_mesh(self) -> Mapping[str, int]:

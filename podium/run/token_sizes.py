@@ -1,4 +1,4 @@
-"""Sizes of a run that follow from its settings and its recipe, whatever the model and the machine."""
+"""Sizes of a run that follow from its settings and recipe, independent of model and machine."""
 
 from podium.algorithms.recipes import Recipe
 from podium.config.schema import Config
@@ -7,25 +7,10 @@ DEFAULT_ROWS_PER_DEVICE = 4
 
 
 def row_tokens(config: Config, recipe: Recipe) -> int:
-    """T: tokens per row of a batch; both completions of a pair share a row."""
+    """Tokens T per row of a batch; both completions of a pair share a row."""
     if config.train.row_tokens is not None:
         return config.train.row_tokens
     return config.rollout.longest + (config.rollout.max_new_tokens if recipe.data_form == "pair" else 0)
-
-
-def privileged_tokens(config: Config) -> int:
-    """The longest prompt of a teacher that reads another prompt than the policy."""
-    given = None if config.teacher is None else config.teacher.max_prompt_tokens
-    return given or config.rollout.prompt_tokens
-
-
-def longer_prompts(config: Config) -> int:
-    """By how many tokens that teacher's prompts can be longer than the policy's.
-
-    A conversation may begin with a prompt of any length and fill a row, so there it is the whole longest prompt.
-    """
-    shorter = 0 if config.rollout.max_episode_tokens is not None else config.rollout.prompt_tokens
-    return max(0, privileged_tokens(config) - shorter)
 
 
 def rows_per_device(config: Config, recipe: Recipe) -> int:

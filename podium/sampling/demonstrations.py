@@ -1,6 +1,6 @@
 """Completions taken from the data instead of sampled: the training data of `algorithm.recipe: sft`.
 
-Each becomes a group of one completion with reward 1, so batches and updates are the same as for other recipes. Of
+Each completion becomes a group of one with reward 1, so batches and updates are the same as for other recipes. For
 preferences (`algorithm.recipe: dpo`), a group is a pair or a labelled completion, with rewards 1 and -1.
 """
 
@@ -27,26 +27,28 @@ class Demonstrations:
     draws = False
 
     def __init__(self, feed: Feed, spec: RolloutSpec, form: DataForm, per_step: int = 0) -> None:
-        """`form` is that of each row. `per_step` rows are mixed into each step of a run that also draws completions."""
+        """`form` is the form of the rows. In a run that also samples completions, `per_step` rows are mixed into each
+        step.
+        """
         self.feed, self._spec, self.per_step = feed, spec, per_step
         self._form: DataForm = form
 
     def next(self, prompts: int) -> StepGroups:
-        """The groups of the next step; errors as of `demonstrate`."""
+        """The groups of the next step; raises the errors of `demonstrate`."""
         asked = self.feed.next(prompts)
         return StepGroups(*demonstrate(asked, self._spec, self.feed.tokenizer, form=self._form))
 
     def check(self) -> list[str]:
         """Check the data before anything is compiled; returns lines about prompts that are too long.
 
-        Raises ValueError as `check_demonstrations` does, or if no prompt of a task fits.
+        Raises ValueError like `check_demonstrations`, or if no prompt of a task fits.
         """
         check_demonstrations(self.feed.tasks, self._spec, self.feed.tokenizer, form=self._form)
         return check_prompt_lengths(self.feed, self.feed.tasks.train_prompts(), "demonstrations", "are left out")
 
 
 def mixed_in(spec: RolloutSpec, tokenizer: Tokenizer) -> Demonstrations | None:
-    """The demonstrations that a run mixes in; None if it mixes none in. Raises ValueError as `Feed` does."""
+    """The demonstrations that a run mixes into its steps; None if it has none. Raises ValueError like `Feed`."""
     if (own := spec.demonstrations) is None:
         return None
     feed = Feed(own.prompts, tokenizer)
@@ -56,17 +58,20 @@ def mixed_in(spec: RolloutSpec, tokenizer: Tokenizer) -> Demonstrations | None:
 def demonstrate(
     prompts: Sequence[EncodedPrompt], spec: RolloutSpec, tokenizer: Tokenizer, *, form: DataForm = "text"
 ) -> tuple[list[Group], RolloutStats]:
-    """The groups of a step, and statistics (nothing is decoded). A text that is too long is cut, with reason `length`.
+    """Make the groups of a step from the data, and statistics. A text that is too long is cut, with finish reason
+    `length`.
 
-    Of a pair, a group is the chosen completion, with reward 1, and the rejected one, with reward -1. Of a labelled
-    completion, it is that one, with reward 1 or -1.
+    For pairs, a group has the chosen completion, with reward 1, and the rejected one, with reward -1. For labelled
+    completions, it has the completion, with reward 1 or -1.
 
     Raises ValueError if a row has no completion, or a preference that does not fit.
     """
     groups = []
     for each in prompts:
-        if form == "pair" and len(each.tokens) < 2:  # in a row, the prompt's segment identifies a pair
-            raise ValueError(f"prompt {each.prompt.prompt.id} has one token; a pair needs a prompt of two or more")
+        if form == "pair" and len(each.tokens) < 2:  # a row of the update tells pairs apart by the prompt's segment
+            raise ValueError(
+                f"prompt {each.prompt.prompt.id} has only one token; a pair needs a prompt of at least two"
+            )
         found, rewards = _demonstration(each.prompt, spec, tokenizer, form)
         transcripts = [transcript_of(each.tokens, completion) for completion in found]
         groups.append(Group(prompt=each.prompt, transcripts=transcripts, rewards=rewards))
@@ -78,11 +83,11 @@ def demonstrate(
 
 
 def check_demonstrations(tasks: TaskMixture, spec: RolloutSpec, tokenizer: Tokenizer, *, form: DataForm) -> None:
-    """Check completions before anything is compiled: of each task's first row, or of all rows if they are preferences.
+    """Check completions before anything is compiled: those of each task's first row, or of all rows for preferences.
 
     Held-out preferences are checked too if the run evaluates.
 
-    Raises ValueError as `demonstrate` does.
+    Raises ValueError like `demonstrate`.
     """
     if form == "text":
         for each in tasks.first_prompts():
@@ -98,7 +103,9 @@ def check_demonstrations(tasks: TaskMixture, spec: RolloutSpec, tokenizer: Token
 def _demonstration(
     prompt: TaskPrompt, spec: RolloutSpec, tokenizer: Tokenizer, form: DataForm
 ) -> tuple[list[Completion], list[Reward]]:
-    """A row's completions and their rewards. Raises ValueError if it has none, or a preference that would be cut."""
+    """A row's completions and their rewards. Raises ValueError if the row has no completion, or is a preference that
+    would be cut.
+    """
     if form == "text":
         text = completion_text(prompt.prompt, spec.prompts.tasks[prompt.task].completion)
         return [_completion(text, spec, tokenizer)], [Reward(total=1.0, parts={"correct": 1.0})]
@@ -113,16 +120,16 @@ def _demonstration(
         if each.finish_reason == "length":
             raise ValueError(
                 f"prompt {prompt.prompt.id}: its {name}completion has more than rollout.max_new_tokens"
-                f" {spec.sampling.max_new_tokens} tokens, and half a completion is no preference; raise it, or drop the"
-                " row"
+                f" {spec.training.sampling.max_new_tokens} tokens, and a cut completion is not a valid"
+                " preference; raise it, or drop the row"
             )
     return found, [Reward(total=total, parts={"preferred": total}) for total in totals]
 
 
 def _completion(text: str, spec: RolloutSpec, tokenizer: Tokenizer) -> Completion:
-    """The text as a completion with an end, cut at `rollout.max_new_tokens`."""
+    """Make a completion, with end token, from the text; cut at `rollout.max_new_tokens`."""
     tokens = np.array([*tokenizer.chat_format.encode_answer(text), tokenizer.eos_tokens[0]], np.int32)
-    cut = tokens[: spec.sampling.max_new_tokens]
+    cut = tokens[: spec.training.sampling.max_new_tokens]
     nothing = np.zeros(len(cut), np.float32)
     return Completion(
         tokens=cut,
@@ -156,23 +163,26 @@ def labelled_text(prompt: Prompt) -> tuple[str, bool]:
 
 
 def completion_text(prompt: Prompt, column: str | None) -> str:
-    """A row's completion: the named column, or else `completion`, or else the reference answer.
+    """A row's completion: the named column, or else `completion`, or else the row's answer.
 
-    Raises ValueError if the column does not exist, or is not text, or if the reference is only a part of a longer text.
+    Raises ValueError if the column does not exist, or is not text, or if the answer is only a part of a longer text.
     """
     row = {"answer": prompt.answer, **prompt.metadata}
     if column is not None and column not in row:
-        raise ValueError(f"tasks.completion: prompt {prompt.id} has no column {column!r}; its row has {', '.join(row)}")
+        raise ValueError(
+            f"tasks.completion: prompt {prompt.id} has no column {column!r}; choose one of {', '.join(row)}"
+        )
     text = row[column] if column is not None else row.get("completion")
     if column is None and text is None:
         if prompt.within:
             raise ValueError(
-                f"prompt {prompt.id}: its reference {prompt.answer!r:.80} is a part of column {prompt.within!r}; set"
+                f"prompt {prompt.id}: its answer {prompt.answer!r:.80} is only a part of column {prompt.within!r}; set"
                 f" tasks.completion to {prompt.within} to learn the whole text, or to a column with the completion"
             )
         text = prompt.answer
     if not isinstance(text, str) or not text.strip():
         raise ValueError(
-            f"prompt {prompt.id}: its completion is {text!r}, and must be text; set tasks.completion to its column"
+            f"prompt {prompt.id}: its completion is {text!r}, and must be text; set tasks.completion to a column of "
+            "text"
         )
     return text

@@ -1,4 +1,4 @@
-"""What the hosts of a run tell each other while they answer prompts, and how they stop together."""
+"""Exchanges between the hosts of a run while they answer prompts, and how they stop together."""
 
 import contextlib
 import dataclasses
@@ -26,10 +26,14 @@ class HostPart(NamedTuple):
 
 
 class Ending(contextlib.AbstractContextManager["Ending"]):
-    """How a host's part of a rollout ends inside the block: by a result, a stop or an error, for the other hosts."""
+    """A block in which a host makes its part of a rollout; records for the other hosts whether it ended with a result,
+    a stop or an error.
+    """
 
     def __init__(self, *, together: bool) -> None:
-        """`together`: all hosts decode together, so that an error of one cannot be exchanged and is raised at once."""
+        """`together`: whether all hosts decode together. Then an error of one host cannot be exchanged, and is raised
+        at once.
+        """
         self._together = together
         self.part: HostPart | None = None
         """The result; None if the run must stop now, or if there was an error."""
@@ -45,31 +49,35 @@ class Ending(contextlib.AbstractContextManager["Ending"]):
 
 
 class Exchange:
-    """The other hosts of a run. All hosts must call `agree` and `gather` equally often, in the same order."""
+    """Exchanges with the other hosts of a run. All hosts must call `agree` and `gather` equally often, in the same
+    order.
+    """
 
     def __init__(self, stop: AgreedStop, watchdog: Watchdog, *, together: bool) -> None:
-        """`together`: all hosts decode all prompts together; otherwise each has its share. `watchdog` is pinged."""
+        """`together`: whether all hosts decode all prompts together; otherwise each decodes its share. `watchdog` is
+        pinged at every exchange.
+        """
         self.stop, self.watchdog, self.together = stop, watchdog, together
 
     def poll(self) -> None:
-        """Raises Interrupted if the run must stop now."""
+        """Raise Interrupted if the run must stop now."""
         self.watchdog.beat()
         self.stop.poll()
 
     def graded_here(self, prompts: int) -> slice:
-        """Which of the prompts that are drawn here this host grades, of `prompts` of all hosts."""
+        """The slice of the prompts decoded here that this host grades; `prompts` is the number over all hosts."""
         return share(prompts) if self.together else slice(None)
 
     def drawn_here(self, prompts: int) -> slice:
-        """Which of the prompts of all hosts this host draws."""
+        """The slice of all hosts' prompts that this host decodes."""
         return slice(None) if self.together else share(prompts)
 
     def ending(self) -> Ending:
-        """The block in which this host makes its part."""
+        """Make the block in which this host makes its part."""
         return Ending(together=self.together)
 
     def agree(self, value: Value) -> list[Value]:
-        """A value of each host, in order. Raises Interrupted on all of them if one must stop."""
+        """Exchange a value; returns each host's value, in order. Raises Interrupted on all hosts if one must stop."""
         with contextlib.suppress(Interrupted):
             self.stop.poll()  # signals received by other processes
         with self.watchdog.waiting():
@@ -79,13 +87,15 @@ class Exchange:
         return hosts
 
     def answered(self, answered: list[Answered]) -> list[Answered]:
-        """What the environments of all hosts have answered. Raises Interrupted on all of them if one must stop."""
+        """Exchange environments' answers; returns those of all hosts. Raises Interrupted on all hosts if one
+        must stop.
+        """
         return [each for found in self.agree(answered) for each in found]
 
     def gather(self, ending: Ending) -> HostPart:
-        """The parts of all hosts as one, in the order of their prompts. If one has no part, all raise Interrupted.
+        """Join the parts of all hosts, in the order of their prompts. If one host has no part, all raise Interrupted.
 
-        If one has failed, it raises its error, and the others HostFailedError.
+        If one host has failed, it raises its error, and the others raise HostFailedError.
         """
         with self.watchdog.waiting():
             gathered, asked = self.stop.exchange(ending.part, ending.failed)
@@ -102,10 +112,10 @@ class Exchange:
         )
 
     def _stats(self, hosts: Sequence[RolloutStats]) -> RolloutStats:
-        """The statistics of all hosts as one."""
+        """Join the statistics of all hosts."""
         if not self.together:
             return functools.reduce(RolloutStats.beside, hosts)
-        return dataclasses.replace(  # all have counted the same, but for what each grades
+        return dataclasses.replace(  # all hosts have counted the same, except for grading
             hosts[0],
             reward_s=max(stats.reward_s for stats in hosts),
             judge_requests=sum(stats.judge_requests for stats in hosts),

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 
-from podium.config.teacher import template_names
+from podium.config.message_template import template_names
 from podium.models.text.chat_format import Message
 from podium.models.text.tokenizer import Tokenizer
 from podium.plain import clean_texts
@@ -14,8 +14,6 @@ from podium.sampling.privileged import privileged_messages
 from podium.tasks.conversations.environment_forms import Conversing, conversing
 from podium.tasks.mixture import TaskMixture, TaskPrompt
 
-PRIVILEGED = "teacher.max_prompt_tokens"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodedPrompt:
@@ -23,12 +21,12 @@ class EncodedPrompt:
 
     prompt: TaskPrompt
     tokens: tuple[int, ...]
-    """Empty if the first message is the environment's."""
+    """The prompt's token ids; empty if the environment gives the first message."""
     seed: int
     number: int = 0
     """Index in the run's sequence of prompts; 0 for evaluation questions."""
     skipped: int = 0
-    """Number of prompts skipped before it because they were too long."""
+    """Number of prompts skipped before this one because they were too long."""
 
 
 class Feed:
@@ -43,12 +41,12 @@ class Feed:
         self.spec, self.tokenizer = spec, tokenizer
         self.tasks = TaskMixture(spec.tasks, seed=spec.seed, data=spec.data)
         self.conversing: list[Conversing | None] = [conversing(task) for task in self.tasks.levels]
-        """How each task's conversations are held; None: its prompts are answered once."""
+        """How each task's conversations are created; None if its prompts are answered once."""
         self.dialogues = [
             None if held is None else Dialogue(label, tokenizer, held.tools)
             for label, held in zip(self.tasks.labels, self.conversing, strict=True)
         ]
-        """How they are written."""
+        """The chat format of each task's conversations; None if its prompts are answered once."""
 
     @property
     def cursor(self) -> int:
@@ -60,7 +58,7 @@ class Feed:
         self.tasks.cursor = drawn
 
     def next(self, count: int) -> list[EncodedPrompt]:
-        """The next `count` prompts that fit and are not retired. Raises ValueError if no prompt of the tasks does."""
+        """The next `count` prompts that fit and are not retired. Raises ValueError if no prompt fits."""
         prompts: list[EncodedPrompt] = []
         passed: set[tuple[int, str]] = set()  # task and id of prompts that are too long or retired
         skipped = 0
@@ -77,14 +75,14 @@ class Feed:
             passed.add((prompt.task, prompt.prompt.id))
             if len(passed) == sum(self.tasks.num_prompts().values()):
                 limit, own = self.spec.max_tokens, self.spec.privileged
-                also = "" if own is None else f", or in {PRIVILEGED} {own.max_tokens} as the teacher reads it"
-                raise ValueError(f"no prompt fits in rollout.max_prompt_tokens {limit}{also}; raise it")
+                also = "" if own is None else f", or in {own.key} {own.max_tokens} as the {own.role} reads it"
+                raise ValueError(f"no prompt fits in rollout.max_prompt_tokens {limit}{also}; raise the limit")
         return prompts
 
     def at(self, number: int, level: int | None = None) -> EncodedPrompt:
         """The prompt at this index in the run's sequence; it must be short enough for `rollout.max_prompt_tokens`.
 
-        `level` is the level of a curriculum that it was drawn from.
+        `level` is the curriculum level that the prompt was drawn from.
         """
         encoded = self._encode(self.tasks.prompt_at(number, level), number)
         assert encoded is not None, "a prompt that was drawn fits"
@@ -93,7 +91,7 @@ class Feed:
     def _encode(self, prompt: TaskPrompt, number: int) -> EncodedPrompt | None:
         encoded = self.encode(prompt, request_seed(self.spec.seed, "train", number))
         own = self.spec.privileged
-        if encoded is None or (own and not self._fits(prompt, self.privileged(prompt), PRIVILEGED, own.max_tokens)):
+        if encoded is None or (own and not self._fits(prompt, self.privileged(prompt), own.key, own.max_tokens)):
             return None
         return dataclasses.replace(encoded, number=number)
 
@@ -105,25 +103,25 @@ class Feed:
         return EncodedPrompt(prompt=prompt, tokens=tokens, seed=seed)
 
     def num_tokens(self, prompt: TaskPrompt) -> int:
-        """Tokens of a prompt, chat template and tools included, however many there are."""
+        """Number of tokens of a prompt, including chat template and tools, even if it is too long."""
         return len(self._tokens(prompt, prompt_messages(prompt)))
 
     def privileged(self, prompt: TaskPrompt) -> tuple[int, ...]:
-        """The tokens of a prompt as a teacher with its own prompts reads it.
+        """The tokens of a model's own prompt for a prompt.
 
         Raises ValueError if it cannot be made from the prompt's row.
         """
-        assert self.spec.privileged is not None, "the teacher has its own prompts"
-        messages = privileged_messages(self.spec.privileged.template, prompt.prompt, prompt_messages(prompt))
+        assert self.spec.privileged is not None, "a model has its own prompts"
+        messages = privileged_messages(self.spec.privileged, prompt.prompt, prompt_messages(prompt))
         return self._tokens(prompt, messages)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of tasks' data that the teacher's own prompts are made from."""
+        """The columns of tasks' data that a model's own prompts are made from."""
         return () if self.spec.privileged is None else template_names(self.spec.privileged.template)
 
     def check(self) -> None:
-        """Raise ValueError if the teacher's own prompt, if it has one, cannot be made from the first row of a task."""
+        """Raise ValueError if a model has its own prompts and they cannot be made from the first row of a task."""
         for prompt in self.tasks.first_prompts() if self.spec.privileged is not None else ():
             self.privileged(prompt)
 
@@ -139,7 +137,7 @@ class Feed:
             raise ValueError(f"prompt {prompt.prompt.id}: {error}") from error
 
     def _fits(self, prompt: TaskPrompt, tokens: tuple[int, ...], key: str, limit: int) -> bool:
-        """Whether a prompt is at most this long. Raises ValueError if not, unless long prompts are dropped."""
+        """Whether a prompt has at most `limit` tokens. If not, raises ValueError unless long prompts are dropped."""
         if len(tokens) > limit and self.spec.long_prompts == "error":
             raise ValueError(
                 f"prompt {prompt.prompt.id} has {len(tokens)} tokens and {key} is {limit}; raise it, or set"
@@ -151,7 +149,8 @@ class Feed:
 def prompt_messages(prompt: TaskPrompt, first: str | None = None) -> list[Message]:
     """The conversation for the model to continue; starts with the task's system prompt unless the row has its own.
 
-    Without a question it has no message of the user: the environment begins. `first` is what the environment adds.
+    If the row has no question, there is no user message: the environment begins. `first` is the text that the
+    environment adds.
     """
     question = prompt.prompt.question
     messages: list[Message] = list(

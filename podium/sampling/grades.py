@@ -35,22 +35,21 @@ class Grades:
 
     def submit(self, index: int, completions: list[Completion]) -> None:
         """Start grading the completions of a prompt."""
-        prompt = self._pending[index].prompt.prompt
-        graded = [(prompt, Graded(text=each.text, tokens=tuple(each.tokens.tolist()))) for each in completions]
-        if index in self._own:
-            self._gradings[index] = self._grader.submit(graded)
-        self._done += len(completions)
-        self._tokens += sum(len(each.tokens) for each in completions)
-        self._on_progress(self._done, self._tokens)
+        graded = [Graded(text=each.text, tokens=tuple(each.tokens.tolist())) for each in completions]
+        self._begin(index, graded, [len(each.tokens) for each in completions])
 
     def submit_episodes(self, index: int, episodes: list[Episode]) -> None:
         """Start grading the episodes of a prompt; those that failed through no fault of the model get no reward."""
-        asked = self._pending[index].prompt.prompt
+        graded = [_graded(each) for each in episodes if not each.failed]
+        self._begin(index, graded, [each.transcript.num_drawn for each in episodes])
+
+    def _begin(self, index: int, graded: Sequence[Graded], lengths: Sequence[int]) -> None:
+        """Start grading answers to a prompt if this host grades it; `lengths` are of all that have ended, in tokens."""
+        prompt = self._pending[index].prompt.prompt
         if index in self._own:
-            graded = [(asked, _graded(each)) for each in episodes if not each.failed]
-            self._gradings[index] = self._grader.submit(graded)
-        self._done += len(episodes)
-        self._tokens += sum(each.transcript.num_drawn for each in episodes)
+            self._gradings[index] = self._grader.submit([(prompt, each) for each in graded])
+        self._done += len(lengths)
+        self._tokens += sum(lengths)
         self._on_progress(self._done, self._tokens)
 
     def wait_for_episodes(self, made: list[list[Episode]], stats: RolloutStats, held: EnvironmentStats) -> HostPart:
@@ -77,7 +76,7 @@ class Grades:
         return HostPart(answers, self._with_grading(stats, start))
 
     def _with_grading(self, stats: RolloutStats, start: float) -> RolloutStats:
-        """The statistics with the time waited since `start`, and what judges were asked."""
+        """Add to the statistics the time waited since `start`, and the requests to judges."""
         judged = self._grader.take_judged()
         return dataclasses.replace(
             stats,
@@ -90,7 +89,7 @@ class Grades:
 
 
 def _graded(episode: Episode) -> Graded:
-    """The part of an episode that graders read: its last answer, and the reward that its environment paid."""
+    """The part of an episode that graders read: its last answer, and its environment's reward."""
     transcript = episode.transcript
     paid = None if episode.final_reward is None else episode.final_reward + sum(episode.turn_rewards)
     return Graded(

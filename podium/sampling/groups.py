@@ -1,4 +1,4 @@
-"""Prompts with their graded completions: what a step trains on, and an evaluation counts. No jax."""
+"""Prompts with their graded completions, for training steps and evaluations. No jax."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from podium.tasks.task import Reward
 
 
 class Greedy(NamedTuple):
-    """The greedy completion of a prompt, which others are compared with."""
+    """The greedy completion of a prompt, with which the others are compared."""
 
     transcript: Transcript
     reward: Reward
@@ -34,9 +34,10 @@ class Group:
     version: int = 0
     """Weight version at the start of the step; a token's age is this minus the token's version."""
     firsts: tuple[str | None, ...] = ()
-    """What the environment of each transcript added to the prompt; empty: there are no environments."""
+    """The text that each transcript's environment added to the prompt; empty without environments."""
     greedy: Greedy | None = None
-    """None: no recipe compares with it, or it is the last of the transcripts until the group is graded."""
+    """The greedy completion; None if the recipe has none, or while it is still the last transcript of an ungraded
+    group."""
 
     @functools.cached_property
     def tokens(self) -> tuple[int, ...]:
@@ -50,51 +51,52 @@ class Group:
 
     @property
     def correct(self) -> float | None:
-        """The share of right answers, among the episodes that did not fail; None: all failed."""
+        """The share of right answers, among the episodes that did not fail; None if all failed."""
         found = [reward.parts["correct"] for reward in self.rewards if not reward.failed]
         return min(1.0, max(0.0, sum(found) / len(found))) if found else None
 
     @property
     def apart(self) -> "Group":
-        """The group with its last transcript as its greedy completion."""
+        """Take the last transcript out of the group, as its greedy completion."""
         greedy = Greedy(self.transcripts[-1], self.rewards[-1])
         return dataclasses.replace(
             self, transcripts=self.transcripts[:-1], rewards=self.rewards[:-1], firsts=self.firsts[:-1], greedy=greedy
         )
 
     def judged(self, part: str | None) -> np.ndarray:
-        """What decides whether its rewards are equal, [G] float32: totals (None), or a part of the reward.
+        """The values that decide whether the group's rewards are equal, [G] float32: the named part of the reward, or
+        totals if None.
 
-        NaN: the episode does not count, because it failed or has no such part.
+        NaN for episodes that do not count, because they failed or lack the part.
         """
         return np.array([reward.part(part) for reward in self.rewards], np.float32)
 
     def equal_rewards(self, part: str | None) -> bool:
-        """Whether all its episodes got the same reward, or part of it, so that its recipe leaves it out."""
+        """Whether all episodes got the same reward, or the same value of this part of it."""
         return bool(equal_reward_groups(self.judged(part)[None])[0])
 
 
 class StepGroups(NamedTuple):
-    """The groups of a step, and statistics of how they were made."""
+    """The groups of a step, and statistics about them."""
 
     groups: list[Group]
     stats: RolloutStats
     environments: EnvironmentStats | None = None
-    """None: no task has conversations, or nothing is drawn."""
+    """Statistics of environments; None if no task has conversations, or nothing was sampled."""
     demonstrations: Sequence[Group] = ()
     """The demonstrations that are mixed into the step, each a group of one completion."""
 
 
 class Source(Protocol):
-    """Where the groups of a run's steps come from: drawn by `Sampler`, or taken from the data by `Demonstrations`."""
+    """The source of a run's groups: sampled by `Sampler`, or taken from the data by `Demonstrations`."""
 
     @property
     def draws(self) -> bool:
-        """Whether it draws them with the current weights."""
+        """Whether groups are sampled with the current weights."""
         ...
 
     def next(self, prompts: int) -> StepGroups:
-        """The groups of the next step, of the next prompts of the run."""
+        """The groups of the next step, for the next prompts of the run."""
         ...
 
 
@@ -106,9 +108,9 @@ class GroupScorer(Protocol):
         ...
 
     def scored(self, groups: Sequence[Group], feed: Feed) -> tuple[list[Group], int]:
-        """The groups with their scores, and the number of answers that have none because they are too long."""
+        """Add scores to the groups; also returns the number of answers that are too long to score."""
         ...
 
     def standardised(self, groups: Sequence[Group]) -> list[Group]:
-        """All scored groups of a step, with scores as they count in totals."""
+        """Standardise the scores of all groups of a step in their total rewards, if so configured."""
         ...

@@ -15,23 +15,25 @@ from podium.sampling.feed import Feed
 from podium.sampling.groups import Group
 
 STEPS_APART = 4
-"""Engine steps between the exchanges in which hosts check together whether a step has enough complete prompts."""
+"""Engine steps between exchanges in which the hosts check whether a step has enough complete prompts."""
 
 
 class PartialRollouts:
     """The prompts in flight between the steps of a run."""
 
     def __init__(self, feed: Feed, spec: RolloutSpec, *, forget: Callable[[], None]) -> None:
-        """At the run's beginning. `forget` is called when another position is set: environments are opened again."""
+        """Start at the run's beginning. `forget` is called when another position is set, so that environments are
+        opened again.
+        """
         self.feed, self._forget = feed, forget
         self.demonstrations = mixed_in(spec, feed.tokenizer)
-        """The demonstrations that are mixed in; None if there are none."""
+        """The demonstrations to mix in; None if the run has none."""
         self.max_staleness = spec.settings.max_staleness
         self.version = 0
         """Number of steps that trained the current weights."""
         self.pending = tuple[Pending, ...]()
         self.failures: tuple[str, ...] = ("it was in an earlier part of the run",)
-        """Those of the last step with any: an episode in flight may have failed before this step."""
+        """Failures of the last step that had any, because an episode in flight may have failed in an earlier step."""
 
     @property
     def position(self) -> Position:
@@ -61,7 +63,7 @@ class Choice:
     def __init__(
         self, rollouts: PartialRollouts, pending: Sequence[Pending], count: int, per_step: int, exchange: Exchange
     ) -> None:
-        """Decide which `count` of the pending prompts to take, of `per_step` that each later step takes."""
+        """Decide which `count` of the pending prompts to take; later steps take `per_step` each."""
         self._rollouts, self._exchange = rollouts, exchange
         self._first = [each.first_version for each in pending]
         self._count, self._per_step = count, per_step
@@ -70,7 +72,8 @@ class Choice:
         self.leaves = len(pending) > count
         """Whether prompts are left for the next step."""
         self.asks = exchange.together or self.leaves
-        """Whether hosts ask each other what is complete; otherwise each waits for all, at its own pace."""
+        """Whether hosts exchange which prompts are complete; otherwise each waits for all its prompts, at its
+        own pace."""
 
     @property
     def waited_s(self) -> float:
@@ -78,7 +81,7 @@ class Choice:
         return max(0.0, time.perf_counter() - self._since)
 
     def split(self, pending: Sequence[Pending]) -> tuple[list[Group], list[Pending]]:
-        """The groups of the step, and the remaining prompts with what has been drawn of them; requires `enough`."""
+        """The groups of the step, and the remaining prompts with the tokens sampled so far; requires `enough`."""
         taken = self.of([bool(each.rewards) for each in pending])
         assert taken is not None, "there was enough"
         groups = [_group(pending[index], self._rollouts.version) for index in taken]
@@ -98,7 +101,7 @@ class Choice:
     def enough(self, own: Sequence[bool]) -> bool:
         """Whether the complete prompts of all hosts suffice; all hosts must call this equally often.
 
-        Raises Interrupted on all of them if one must stop.
+        Raises Interrupted on all hosts if one must stop.
         """
         self._engine_steps += 1
         if jax.process_count() > 1 and self._engine_steps % STEPS_APART:
@@ -111,7 +114,7 @@ class Choice:
 
 
 def _group(pending: Pending, version: int) -> Group:
-    """The group of a prompt whose completions have ended and are graded; `version` as of `Group`."""
+    """The group of a prompt whose completions have ended and are graded; `version` as in `Group`."""
     return Group(
         prompt=pending.prompt.prompt,
         transcripts=[episode.transcript for episode in pending.episodes]

@@ -1,4 +1,4 @@
-"""How long prompts are, known before anything is compiled: chooses the longest, or compares with the setting."""
+"""Measures prompts before anything is compiled: chooses the length limit, or compares the prompts with it."""
 
 import dataclasses
 import json
@@ -17,35 +17,37 @@ from podium.sampling.feed import Feed
 from podium.tasks.mixture import TaskPrompt
 
 ROUNDED_TO = 32
-"""A length is rounded up to a multiple of this many tokens, so that a few more rows need no other programs."""
+"""Lengths are rounded up to a multiple of this many tokens, so that programs need not be compiled again for slightly
+longer data."""
 KEY = "rollout.max_prompt_tokens"
 Prompts = Mapping[str, Sequence[TaskPrompt]]
-"""By label of the task."""
+"""Prompts by label of their task."""
 
 
 def with_prompt_tokens(config: Config, recipe: Recipe, *, trains: bool, evaluates: bool) -> tuple[Config, str | None]:
-    """Set `rollout.max_prompt_tokens`, if it is unset, to what the prompts need.
+    """Set `rollout.max_prompt_tokens`, if it is unset, to the length of the longest prompt.
 
-    It is at most what the model's positions and the lengths that are set leave for a prompt. If an environment adds to
-    prompts, which is not known yet, it is at least 512. A teacher's longest privileged prompt is set likewise.
+    The value is limited by the model's positions and the other length settings. If an environment adds to prompts, by
+    an amount that is not known yet, it is at least 512. The limit of a teacher's privileged prompts is set in the same
+    way.
 
     Args:
         config: the run's settings.
-        recipe: that of these settings.
-        trains: whether training prompts are asked.
-        evaluates: whether evaluation questions are asked.
+        recipe: the recipe of these settings.
+        trains: whether training prompts are used.
+        evaluates: whether evaluation questions are used.
 
     Returns:
-        The config, and a line that says the choice; None if the length is set.
+        The config, and a line about the choice; None if the length was set already.
 
     Raises:
         ValueError: the model, its tokenizer, a task or its data is unusable.
     """
     if config.rollout.max_prompt_tokens is not None:
         return config, None
-    source = find_source(config.model)
+    source = find_source(config.model, waits=True)
     rollout, train, new = config.rollout, config.train, config.rollout.max_new_tokens
-    behind = 2 * new if recipe.data_form == "pair" else new  # in a row of the update
+    behind = 2 * new if recipe.data_form == "pair" else new  # that follow the prompt in a row of the update
     limits = (
         (read_architecture(source).max_positions, new, f"the {{}} positions of {config.model}"),
         (rollout.max_episode_tokens, new, "rollout.max_episode_tokens {}"),
@@ -57,7 +59,7 @@ def with_prompt_tokens(config: Config, recipe: Recipe, *, trains: bool, evaluate
     tokenizer = load_tokenizer(
         source, config.chat_template, config.chat_template_options, template_date=config.chat_template_date
     )
-    with _quiet("podium.tasks"):  # the run reads the data again, and says what there is to say
+    with _quiet("podium.tasks"):  # the run reads the data again and logs warnings then
         feed = Feed(resolve_prompts(config), tokenizer)
         asked = asked_prompts(feed, config.eval.questions, trains=trains, evaluates=evaluates)
         everything = [(feed, prompts) for prompts in asked.values()]
@@ -66,8 +68,8 @@ def with_prompt_tokens(config: Config, recipe: Recipe, *, trains: bool, evaluate
     fits = longest <= room or any(each.num_tokens(one) <= room for each, prompts in everything for one in prompts)
     if not fits or (longest > room and rollout.long_prompts == "error"):
         raise ValueError(
-            f"the longest prompt has {longest} tokens with the chat template; {limit} and answers of"
-            f" rollout.max_new_tokens {new} allow {room}: raise the first or lower the second"
+            f"the longest prompt has {longest} tokens with the chat template; {limit} and answers of "
+            f"rollout.max_new_tokens {new} leave room for {room}: raise the first or lower the second"
         )
     added_to = any(held is not None and held.begins for held in feed.conversing)
     chosen = min(rounded_up(max(longest, ASSUMED_PROMPT_TOKENS if added_to else 1)), room)
@@ -84,7 +86,7 @@ def with_prompt_tokens(config: Config, recipe: Recipe, *, trains: bool, evaluate
 
 
 def _imitated(spec: DemonstrationSpec | None, tokenizer: Tokenizer) -> Iterator[tuple[Feed, Sequence[TaskPrompt]]]:
-    """Yield the prompts of each task of the demonstrations that are mixed in, with their feed."""
+    """Yield the prompts of each demonstration task, with their feed."""
     if spec is not None:
         feed = Feed(spec.prompts, tokenizer)
         yield from ((feed, prompts) for prompts in feed.tasks.train_prompts().values())
@@ -93,7 +95,7 @@ def _imitated(spec: DemonstrationSpec | None, tokenizer: Tokenizer) -> Iterator[
 def check_prompt_lengths(feed: Feed, prompts: Prompts, what: str, consequence: str) -> list[str]:
     """Lines about prompts of tasks that are longer than `rollout.max_prompt_tokens`.
 
-    `what` names the prompts, such as training prompts, and `consequence` says what happens to those that are too long.
+    `what` names the prompts, such as `training prompts`, and `consequence` says what happens to too long ones.
 
     Raises ValueError if no prompt of a task fits, or if one does not and long prompts are errors.
     """
@@ -125,10 +127,10 @@ def asked_prompts(feed: Feed, questions: int | None, *, trains: bool, evaluates:
 
 
 def longest_first(feed: Feed, prompts: Sequence[TaskPrompt], limit: int) -> Iterator[int]:
-    """Yield the tokens of prompts, those with the longest text first, until no further one can be above `limit`.
+    """Yield the token counts of prompts, longest text first, until no further prompt can exceed `limit`.
 
-    `limit` 0 stands for the longest so far. A token has at least one byte, so a prompt has at most as many tokens as
-    its text has bytes, and those of the template; most prompts need not be encoded.
+    `limit` 0 stands for the largest count so far. Each token covers at least one byte, so a prompt has at most as many
+    tokens as its text has bytes, plus those of the template; most prompts need not be encoded.
     """
     most, around = limit, dict[str | None, int]()
     for prompt in sorted(prompts, key=_bytes, reverse=True):
@@ -154,13 +156,13 @@ def _bytes(prompt: TaskPrompt) -> int:
 
 
 def rounded_up(tokens: int) -> int:
-    """The length to use for prompts of at most so many tokens: few different ones, so that programs are reused."""
+    """Round up a prompt length, so that few different lengths occur and programs are reused."""
     return -(-tokens // ROUNDED_TO) * ROUNDED_TO
 
 
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Log nothing below a logger's name."""
+    """Disable logging of a logger and its children inside the block."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""Answers prompts with graded completions: the half of a step that training and evaluation share."""
+"""Samples and grades completions of prompts: the half of a step that training and evaluation share."""
 
 import dataclasses
 import functools
@@ -21,9 +21,9 @@ from podium.models.text.tokenizer import Tokenizer
 from podium.observe.stats import EnvironmentStats
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
-from podium.rollout.request import Request, RolloutStats, SamplingParams
+from podium.rollout.request import Request, RolloutStats
 from podium.run.resolve import host_share
-from podium.run.run_spec import RolloutSpec
+from podium.run.run_spec import AnswerSettings, RolloutSpec
 from podium.sampling.conversations.carry import Pending, Position, drawn_lengths
 from podium.sampling.conversations.episodes import Episodes
 from podium.sampling.demonstrations import Demonstrations
@@ -39,32 +39,6 @@ from podium.tasks.mixture import TaskPrompt
 from podium.terminal import harmless
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AnswerSettings:
-    """How to answer prompts."""
-
-    sampling: SamplingParams
-    completions: int
-    """Completions per prompt, the greedy one included."""
-    max_refills: int = 0
-    """Maximum number of times that prompts with equal rewards are replaced by the next prompts of the run."""
-    zero_variance_metric: str | None = None
-    """Part of the reward that decides whether rewards are equal; None: their total."""
-    in_flight: int = 0
-    """Prompts to answer at the same time, at least those requested; the others continue in the next step."""
-
-    @classmethod
-    def of_training(cls, spec: RolloutSpec) -> "AnswerSettings":
-        """Those of a run's steps."""
-        return cls(
-            sampling=spec.sampling,
-            completions=spec.completions,
-            max_refills=spec.max_refills,
-            zero_variance_metric=spec.zero_variance_metric,
-            in_flight=spec.in_flight,
-        )
-
-
 class FailingEnvironmentError(ValueError):
     """More conversations failed than `environments.max_failed` allows; the message has the first traceback."""
 
@@ -73,18 +47,18 @@ class FailingEnvironmentError(ValueError):
 
 
 class Refill:
-    """The groups of a step so far, of which those with equal rewards may be replaced by the next prompts of the run."""
+    """The groups of a step so far; groups with equal rewards may be replaced by the next prompts of the run."""
 
     def __init__(self, settings: AnswerSettings, prompts: Sequence[EncodedPrompt]) -> None:
-        """No groups yet; `prompts` are those of the first round."""
+        """Start without groups; `prompts` are those of the first round."""
         self._settings = settings
         self.wanted = self.missing = len(prompts)
-        """Number of groups with unequal rewards that the step should have, and that it lacks."""
+        """Number of groups with unequal rewards that the step should have, and how many of these are missing."""
         self.groups: list[Group] = []
         self.stats = RolloutStats(dropped_prompts=sum(prompt.skipped for prompt in prompts))
 
     def more(self, pending: int) -> int:
-        """How many further prompts a round answers, beside the `pending` ones."""
+        """How many further prompts a round answers, in addition to the `pending` ones."""
         return max(0, max(self.missing, self._settings.in_flight - (self.wanted - self.missing)) - pending)
 
     def add(self, groups: Sequence[Group], stats: RolloutStats, more: Sequence[EncodedPrompt]) -> None:
@@ -94,7 +68,7 @@ class Refill:
         self.missing = self.wanted - sum(not self._is_left_out(group) for group in self.groups)
 
     def again(self) -> bool:
-        """Whether there is another round, which is then counted."""
+        """Whether to start another round, which is then counted."""
         if self.stats.refill_rounds == self._settings.max_refills or not self.missing:
             return False
         self.stats = dataclasses.replace(self.stats, refill_rounds=self.stats.refill_rounds + 1)
@@ -109,7 +83,7 @@ class Refill:
 
 
 class Sampler:
-    """Draws completions with the engine, and has them graded."""
+    """Samples completions with the engine, and has them graded."""
 
     def __init__(
         self,
@@ -123,11 +97,11 @@ class Sampler:
         exchange: Exchange | None = None,
         on_progress: Callable[[int, int, int], None] = lambda total, done, tokens: None,
     ) -> None:
-        """Start the graders, and make the engine on this host's devices of the mesh; `load` gives it weights.
+        """Start the graders, and make the engine, without weights, on this host's devices of the mesh.
 
-        `scorers` are the spec's grading models. Replies of judges are kept in `folder`, if set. `exchange` is with the
-        run's other hosts; unset: nothing stops a rollout early or watches it. `on_progress` is called after each group
-        is complete with this host's number of completions, the number completed, and their tokens.
+        `scorers` are the spec's grading models. Judges' replies are stored in `folder`, if set. `exchange` connects to
+        the run's other hosts; unset: no stop signals and no watchdog. `on_progress` is called when a group is complete,
+        with this host's number of completions, how many are done, and their tokens.
 
         Raises:
             ValueError: a task, its data or the engine's sizes are invalid.
@@ -148,7 +122,7 @@ class Sampler:
         self.grader = Grader(
             tasks,
             spec.grading,
-            max_new_tokens=spec.sampling.max_new_tokens,
+            max_new_tokens=spec.training.sampling.max_new_tokens,
             replies=None if folder is None else folder / f"judged-{jax.process_index()}.jsonl",
         )
         self.episodes = Episodes(
@@ -176,7 +150,7 @@ class Sampler:
 
     @property
     def demonstrations(self) -> Demonstrations | None:
-        """The demonstrations that are mixed into the steps; None if there are none."""
+        """The demonstrations that are mixed into steps; None if the run has none."""
         return self.partial.demonstrations
 
     @property
@@ -186,14 +160,14 @@ class Sampler:
 
     @property
     def converses(self) -> bool:
-        """Whether a task has conversations; then all prompts are answered beside them."""
+        """Whether any task has conversations; then all prompts go through `Episodes`."""
         return any(self.feed.dialogues)
 
     @property
     def position(self) -> Position:
         """The run's position in its prompts: saved with the run, and set when it resumes.
 
-        If it is set, environments of conversations in flight are opened again.
+        Setting it makes environments of conversations in flight reopen.
         """
         return self.partial.position
 
@@ -202,11 +176,11 @@ class Sampler:
         self.partial.position = position
 
     def compile_ahead(self) -> None:
-        """Begin to compile the engine's programs on other threads, if they are for an accelerator."""
+        """Start compiling the engine's programs on other threads, if there is an accelerator."""
         self.device.compile_ahead(self.ahead)
 
     def load(self, params: Params, frozen: Params | None = None, *, version: int = 0) -> float:
-        """Use these weights from now on; returns the seconds that loading took.
+        """Load weights into the engine; returns the seconds that this took.
 
         `frozen` are the weights that no update changes, if any; they need to be passed only once. `version` is the
         number of steps that trained the weights.
@@ -224,11 +198,11 @@ class Sampler:
 
     @property
     def draws(self) -> bool:
-        """Always: as a `Source` of steps, it draws their groups."""
+        """True: as a `Source`, it samples its groups."""
         return True
 
     def next(self, prompts: int) -> StepGroups:
-        """Answer the next prompts of the run, as `answer` does in training."""
+        """Answer the next prompts of the run with training settings; see `answer`."""
         groups, stats = self.answer(self.feed.next(prompts))
         mixed_in = () if self.demonstrations is None else self.demonstrations.next(self.demonstrations.per_step).groups
         return StepGroups(groups, stats, self.held if self.converses else None, mixed_in)
@@ -238,18 +212,18 @@ class Sampler:
     ) -> tuple[list[Group], RolloutStats]:
         """Complete and grade prompts; each host answers its share and receives the others' results.
 
-        Without `settings`, as in training: with the recipe's refills, and with the carry-over of `rollout.in_flight`,
-        under which the groups returned are those of the oldest prompts that are complete.
+        Without `settings`, training's apply: the recipe's refills, and the carry-over of `rollout.in_flight`, with
+        which the groups of the oldest complete prompts are returned.
 
         Returns:
-            As many groups as prompts, in order; with refills, groups with unequal rewards come first, then those with
-            equal rewards, replaced ones included. And statistics of all of it.
+            As many groups as prompts, in order, and statistics. With refills, groups with unequal rewards come first,
+            then those with equal rewards, including replaced ones.
 
         Raises:
             Interrupted: the run must stop now; raised on all hosts.
         """
         start, carries, exchange = time.perf_counter(), settings is None, self.exchange
-        settings = settings or AnswerSettings.of_training(self.spec)
+        settings = settings or self.spec.training
         refill, held = Refill(settings, prompts), EnvironmentStats()
         pending = [*(self.partial.pending if carries else ()), *(Pending(prompt=prompt) for prompt in prompts)]
         while True:
@@ -301,12 +275,13 @@ class Sampler:
         *,
         carries: bool,
     ) -> HostPart:
-        """Hold conversations, and grade each group of this host when its last one has ended.
+        """Hold conversations, and grade each group of this host when its last conversation has ended.
 
-        `own` are the prompts `here` that this host grades. `carries`: whether conversations of earlier steps go on.
+        `own` are those of the prompts `here` that this host grades. `carries`: whether conversations of earlier steps
+        continue.
         """
         exchange = self.exchange
-        # Hosts that meet in the middle, to exchange replies or to count what is complete, must stop together.
+        # Hosts that exchange replies or counts of complete prompts during decoding must stop together.
         meets = exchange.together or (jax.process_count() > 1 and choice.leaves)
         made = self.episodes.hold(
             [each.prompt for each in here],
@@ -321,9 +296,9 @@ class Sampler:
         return grades.wait_for_episodes(*made)
 
     def check(self, prompts: Sequence[TaskPrompt]) -> list[str]:
-        """Check that answers to these prompts, of each task, can be graded; otherwise as `Grader.check`.
+        """Check that answers to these prompts of each task can be graded, as `Grader.check` does.
 
-        Demonstrations that are mixed in are checked too.
+        Mixed-in demonstrations are checked too.
         """
         for scorer in self._scorers:
             scorer.check(self.feed, prompts)
@@ -337,7 +312,7 @@ class Sampler:
         self.engine.unload()
 
     def _scored(self, groups: list[Group], stats: RolloutStats) -> tuple[list[Group], RolloutStats]:
-        """The groups with the scores of all reward models; the engine's weights and cache stay where they are."""
+        """Add the scores of all grading models to the groups; the engine keeps its weights and cache."""
         if not self._scorers:
             return groups, stats
         start, too_long = time.perf_counter(), 0
@@ -347,13 +322,13 @@ class Sampler:
         return groups, dataclasses.replace(stats, scored_s=time.perf_counter() - start, unscored=too_long)
 
     def _finished(self, groups: list[Group], settings: AnswerSettings) -> list[Group]:
-        """All groups of a step, with standardised scores, and their greedy completions apart."""
+        """Finish all groups of a step: standardise scores, and separate greedy completions."""
         for scorer in self._scorers:
             groups = scorer.standardised(groups)
         return groups if settings.sampling.greedy_completion is None else [group.apart for group in groups]
 
     def _learn(self, groups: Sequence[Group]) -> None:
-        """Let the shares of right answers decide what is drawn next, where the config says so."""
+        """Pass the shares of right answers to curricula and other settings that choose the next prompts."""
         for group in groups:
             if (correct := group.correct) is not None:
                 self.feed.tasks.learn(group.prompt, correct)
@@ -364,11 +339,11 @@ class Sampler:
         limit = self.spec.environments.max_failed
         failures = self.partial.failures = held.failures or self.partial.failures
         if sum(failed) > limit * len(failed):
-            self.exchange.stop.leave_together()  # all hosts have counted the same
+            self.exchange.stop.leave_together()  # all hosts have counted the same failures
             raise FailingEnvironmentError(
-                f"{sum(failed)} of {len(failed)} conversations failed, and environments.max_failed is {limit:g}:"
-                f" this is no fault of the model. The first failure:\n{failures[0].rstrip()}\n"
-                "Mend the environment, then continue the run"
+                f"{sum(failed)} of {len(failed)} conversations failed through no fault of the model, and "
+                f"environments.max_failed is {limit:g}. The first failure:\n{failures[0].rstrip()}\nFix the "
+                "environment, then continue the run"
             )
 
 
@@ -384,6 +359,6 @@ def _request(pending: Pending, settings: AnswerSettings) -> Request:
 
 
 def rollout_rules(layout: Layout, decoder: DecoderConfig, mesh: Mesh) -> ShardingRules:
-    """The sharding rules of a rollout layout on a mesh, with the devices in the mesh's order."""
+    """The sharding rules of a rollout layout on the devices of a mesh, in the mesh's order."""
     shape = layout.mesh(mesh.shape, decoder.kv_heads)
     return ShardingRules(Mesh(mesh.devices.reshape(tuple(shape.values())), tuple(shape)), ROLLOUT_LAYOUTS[layout.name])

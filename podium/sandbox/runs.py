@@ -145,6 +145,7 @@ class Sandbox:
             file.write(stdin.encode("utf-8", "replace"))
         os.lseek(given, 0, os.SEEK_SET)
         output, output_end = os.pipe()
+        os.fchmod(output_end, 0o622)  # the code, another user's, may open it as /dev/stdout
         requests_end, requests = os.pipe()
         report, report_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs = (given, output_end, requests_end, report_end.detach())

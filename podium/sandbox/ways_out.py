@@ -1,4 +1,4 @@
-"""What forbids the sandbox on this machine, and what to do about it: read from what the kernel says of itself."""
+"""Finds out what prevents the sandbox on this machine, and what to do about it, from the kernel's own settings."""
 
 import os
 from pathlib import Path

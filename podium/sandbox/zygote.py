@@ -27,6 +27,8 @@ NOBODY = 65534
 SPACES = kernel.NEWNS | kernel.NEWIPC | kernel.NEWUTS | kernel.NEWNET | kernel.NEWCGROUP
 STANDARD_LIBRARY = os.path.dirname(os.__file__)
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+STREAMS = {"fd": "fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
+"""Names in /dev of a process's own streams, below its folder in /proc."""
 WATCH_MS = 20
 """Milliseconds between two checks of a run's memory and processes."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -176,6 +178,8 @@ def build_root(root: str) -> None:
     for folder in ("dev", "proc", "box"):
         os.mkdir(f"{root}/{folder}")
     os.symlink("box", f"{root}/tmp")
+    for name, stream in STREAMS.items():
+        os.symlink(f"/proc/self/{stream}", f"{root}/dev/{name}")
     for device in DEVICES:
         os.close(os.open(root + device, os.O_CREAT | os.O_WRONLY))
     kernel.read_only_tree(root)

@@ -1,14 +1,14 @@
-"""The routes of the token server, and what they refuse.
+"""The routes of the server, and the requests that they refuse.
 
-    GET  /health                 200 while the engine lives; needs no token
+    GET  /health                 200 while the engine runs; needs no token
     GET  /metrics                counters, in the text format of Prometheus
-    GET  /v1/models              the model, and the longest sequence that it takes
+    GET  /v1/models              the model, and its longest sequence
     POST /v1/completions         text or token ids in, text out
-    POST /v1/chat/completions    messages in, a message or calls of tools out
+    POST /v1/chat/completions    messages in, a message or tool calls out
     POST /inference/v1/generate  token ids in and out
 
-Handlers read and encode in threads, have the engine answer (`Clients`), and drop the request if its client leaves.
-Every refusal is a JSON object of OpenAI's form that names the field.
+Handlers read and encode requests in threads, submit them to the engine (`Clients`), and drop them if the client
+disconnects. Every refusal is a JSON error in OpenAI's format that names the field.
 """
 
 import asyncio
@@ -42,22 +42,22 @@ if TYPE_CHECKING:  # an extra
     from starlette.types import Receive, Scope, Send
 
 MAX_BODY = 4 << 20
-"""Bytes."""
+"""Largest request body in bytes."""
 BODY_S = 30.0
-"""Seconds in which a body must arrive."""
+"""Seconds within which a request body must arrive."""
 GONE = 499
-"""Status of a request whose client has left, which nothing reads."""
+"""Status of a request whose client has disconnected; nobody receives it."""
 ROUTES = (
     *("/health", "/metrics", "/v1/models"),
     *("/v1/completions", "/v1/chat/completions", "/inference/v1/generate"),
 )
-"""For clients that ask another."""
+"""The routes to list in the error for an unknown route."""
 GRACE_S = 20.0
-"""Seconds that answers in progress get to finish on shutdown; orchestrators wait 30 before they kill a process."""
+"""Seconds that answers in progress may take to finish on shutdown; orchestrators typically kill a process after 30."""
 
 
 class Stream(NamedTuple):
-    """Server-sent events."""
+    """A reply of server-sent events."""
 
     ticket: Ticket
     events: AsyncIterator[str]
@@ -65,14 +65,14 @@ class Stream(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A JSON object, with headers."""
+    """A reply of a JSON object with headers."""
 
     document: Document
     headers: dict[str, str]
 
 
 Reply = Document | str | Stream | Answer
-"""A JSON object, alone or with headers, a text, or a stream."""
+"""A reply: a JSON object with or without headers, a text, or a stream."""
 Handler = Callable[["Request"], Awaitable[Reply]]
 
 
@@ -80,17 +80,17 @@ class Server:
     """The handlers of a server's routes."""
 
     def __init__(self, model: Model, clients: Clients) -> None:
-        """Answer with this model, whose engine `clients` has."""
+        """Answer with this model; `clients` must use its engine."""
         self._model = model
         self._clients = clients
         self._created = int(time.time())
         self._reading: set[asyncio.Timeout] = set()
-        """The deadlines of bodies that are being read."""
+        """The deadlines of request bodies that are being read."""
 
     async def end(self, insists: Callable[[], bool]) -> None:
-        """Refuse new requests, and wait up to GRACE_S for those in progress; then tell their clients to ask again.
+        """Refuse new requests, and wait up to GRACE_S for those in progress; then tell their clients to try again.
 
-        Waits no longer once the user `insists`.
+        Stops waiting as soon as `insists` returns true.
         """
         self._clients.refuse_new()
         for deadline in list(self._reading):
@@ -101,45 +101,47 @@ class Server:
         self._clients.give_up()
 
     async def completions(self, request: "Request") -> Reply:
-        """Text for prompts."""
+        """Complete prompts with text."""
         raw = await self._read(request)
         return await self._answer(request, lambda: self._model.completions(read_body(CompletionBody, raw)))
 
     async def chat(self, request: "Request") -> Reply:
-        """The next message of a conversation."""
+        """Answer a conversation with its next message."""
         raw = await self._read(request)
         return await self._answer(request, lambda: self._model.chat(read_body(ChatBody, raw)))
 
     async def generate(self, request: "Request") -> Reply:
-        """Tokens for tokens."""
+        """Complete token ids with token ids."""
         raw = await self._read(request)
         requests = await asyncio.to_thread(lambda: self._model.generate(read_body(GenerateBody, raw)))
         pieces = await _until_gone(request, self._clients.open(requests, stream=False))
         return tokens_answer([token_choice(piece) for piece in pieces])
 
     async def models(self, request: "Request") -> Reply:
-        """The only model, alone or as a list."""
+        """Describe the only model, alone or as a list."""
         model = model_document(self._model.name, self._created, max_model_len=self._model.longest)
         named = request.path_params.get("name")
         self._model.check_name(named)
         return model if named else list_document([model])
 
     async def health(self, request: "Request") -> Reply:
-        """Whether the engine lives."""
+        """Report whether the engine is running."""
         self._clients.check_alive()
         return {"status": "ok"}
 
     async def metrics(self, request: "Request") -> Reply:
-        """Counters for Prometheus."""
+        """Return counters in Prometheus's text format."""
         return self._clients.metrics()
 
     async def _read(self, request: "Request") -> bytes:
-        """A request's body. Raises RequestError if it is no JSON by its header, too large or too slow."""
+        """Read a request's body. Raises RequestError if its content type is not JSON, or if it is too large or too
+        slow.
+        """
         from starlette.requests import ClientDisconnect
 
         self._clients.check_alive()
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # so that a browser asks first, which no other site's page may do
+        if kind != "application/json":  # so that browsers refuse to send other sites' requests
             raise RequestError("send the header Content-Type: application/json", status=415)
         raw = bytearray()
         deadline = asyncio.timeout(BODY_S)
@@ -154,13 +156,13 @@ class Server:
             self._clients.check_alive()
             raise RequestError(f"the body did not arrive within {BODY_S:g} s", status=408) from None
         except ClientDisconnect:
-            raise RequestError("the client has left", status=GONE) from None
+            raise RequestError("the client has disconnected", status=GONE) from None
         finally:
             self._reading.discard(deadline)
         return bytes(raw)
 
     async def _answer(self, request: "Request", prepare: Callable[[], Prepared]) -> Reply:
-        """Have requests answered, in pieces or as a whole."""
+        """Submit prepared requests and return the answer, streamed or whole."""
         asked = await asyncio.to_thread(prepare)
         form = asked.form
         head = head_of(form.kind, self._model.name, stream=asked.stream)
@@ -175,7 +177,9 @@ class Server:
 
 
 def make_app(server: Server, *, token: str | None, hosts: tuple[str, ...]) -> "Starlette":
-    """The ASGI application; with a token, only for clients that present it. `hosts` are accepted Host headers."""
+    """Make the ASGI application. With a token, it answers only clients that send the token. `hosts` are the accepted
+    Host headers.
+    """
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.routing import Route
@@ -185,13 +189,13 @@ def make_app(server: Server, *, token: str | None, hosts: tuple[str, ...]) -> "S
             if not knows_host(request.headers.get("host", ""), hosts):
                 host = request.headers.get("host", "")
                 raise RequestError(
-                    f"Host {host!r:.80}: without a token this server answers to {', '.join(hosts)} only; for other"
-                    " names start it with --host and --token-file",
+                    f"Host {host!r:.80}: without a token this server only answers to {', '.join(hosts)}; for other "
+                    "names start it with --host and --token-file",
                     status=421,
                 )
             given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
             if token is not None and handler != server.health and not is_token(given, token):
-                raise RequestError("give the server's token: Authorization: Bearer TOKEN", status=401)
+                raise RequestError("send the server's token: Authorization: Bearer TOKEN", status=401)
             return _response(await handler(request))
 
         return checked
@@ -226,7 +230,7 @@ def _response(reply: Reply) -> "Response":
         return PlainTextResponse(reply, headers={"Content-Type": "text/plain; version=0.0.4"})
 
     class Closing(StreamingResponse):
-        """Drops the request however the stream ends, even if it has not begun."""
+        """A streaming response that drops its request when the stream ends, even before the stream has begun."""
 
         async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
             try:
@@ -239,21 +243,23 @@ def _response(reply: Reply) -> "Response":
 
 
 def _refused(request: "Request", error: Exception) -> "Response":
-    """An error of OpenAI's form."""
+    """Convert an error to a response in OpenAI's format."""
     from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse
 
     if isinstance(error, HTTPException):
-        missing = f"there is no such route; there are {', '.join(ROUTES)}" if error.status_code == 404 else error.detail
+        missing = f"unknown route; use one of {', '.join(ROUTES)}" if error.status_code == 404 else error.detail
         error = RequestError(f"{request.method} {request.url.path:.80}: {missing}", status=error.status_code)
     if not isinstance(error, RequestError):
-        error = RequestError("the server failed; its log says why", status=500)
+        error = RequestError("the server failed; see its log for the reason", status=500)
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     return JSONResponse(error.document, status_code=error.status, headers=headers)
 
 
 async def _until_gone(request: "Request", ticket: Ticket) -> list[Piece]:
-    """All answers, in order. If the client leaves before, they are dropped; nothing reads the error that is raised."""
+    """Collect all answers, in order. If the client disconnects first, drops them and raises an error that nobody
+    receives.
+    """
 
     async def collect() -> list[Piece]:
         return sorted([piece async for piece in ticket], key=lambda piece: piece.number)
@@ -266,7 +272,7 @@ async def _until_gone(request: "Request", ticket: Ticket) -> list[Piece]:
     try:
         await asyncio.wait((collected, left), return_when=asyncio.FIRST_COMPLETED)
         if not collected.done():
-            raise RequestError("the client has left", status=GONE)
+            raise RequestError("the client has disconnected", status=GONE)
         return collected.result()
     finally:
         ticket.close()
@@ -275,7 +281,7 @@ async def _until_gone(request: "Request", ticket: Ticket) -> list[Piece]:
 
 
 async def _events(ticket: Ticket, asked: Prepared, head: dict[str, object]) -> AsyncIterator[str]:
-    """Server-sent events of a stream."""
+    """Yield the server-sent events of a stream."""
     drawn = 0
     try:
         async for piece in ticket:

@@ -1,7 +1,7 @@
-"""What clients may ask for: the bodies of requests, checked field by field, and requests of the engine made of them.
+"""Request bodies: checks them field by field, and converts them to sampling settings and messages.
 
-The fields are OpenAI's, and those of `/inference/v1/generate`. A field that the server does not read is refused by
-name, unless its value is the one that changes nothing. No jax.
+The fields are OpenAI's, and those of `/inference/v1/generate`. A field that the server does not support is refused by
+name, unless it has its neutral value. No jax.
 """
 
 import codecs
@@ -25,27 +25,26 @@ from pydantic import (
     model_validator,
 )
 
+from podium.config.section import SMALLEST
 from podium.models.text.chat_format import Message, ToolSchema
 from podium.plain import clean_texts, once, plain
 from podium.rollout.request import SamplingParams
 
 MAX_FIELDS = 64
-"""Of an object of a request."""
+"""Most fields of an object in a request."""
 MAX_COMPLETIONS = 128
 SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]{0,63}")
 TEMPLATES_OWN = ("messages", "tools", "documents", "add_generation_prompt")
-"""Variables of chat templates that are a request's other fields."""
-SMALLEST = 1e-6
-"""Of a temperature, a penalty and top_p: below it, 32 bits hold no quotient by it."""
+"""Variables of chat templates that a request sets by other fields."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Half of a pair of surrogates, as JSON escapes it."""
+"""A surrogate, as escaped in JSON."""
 SHOWN = 60
-"""Characters of a wrong value in a message."""
+"""How many characters of a wrong value an error message shows."""
 
 
 class RequestError(Exception):
-    """A request that is not carried out: a status of HTTP, and what OpenAI's clients read."""
+    """A refused request, with the HTTP status and the error fields that OpenAI's clients read."""
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class RequestError(Exception):
         code: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        """`param` is the field to blame; `retry_after_s` the seconds after which it may succeed."""
+        """`param` is the invalid field; `retry_after_s` is the time in seconds after which a retry may succeed."""
         super().__init__(message)
         self.param = param
         self.status = status
@@ -65,35 +64,35 @@ class RequestError(Exception):
 
     @property
     def document(self) -> dict[str, object]:
-        """The JSON object of the answer."""
+        """The JSON object of the error response."""
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 def too_large(most: int) -> RequestError:
-    """The refusal of a body of more than `most` bytes."""
+    """The error for a body of more than `most` bytes."""
     return RequestError(f"the body is larger than {most} bytes", status=413)
 
 
 def _only(*values: object) -> AfterValidator:
-    """Accept these values alone, which change nothing."""
+    """Accept only these values, which have no effect."""
 
     def check(value: object) -> object:
         if value not in values:
-            raise ValueError(f"only {json.dumps(values[0])} is supported; leave it out")
+            raise ValueError(f"only {json.dumps(values[0])} is supported; leave the field out")
         return value
 
     return AfterValidator(check)
 
 
 def _tuple(value: object) -> object:
-    """One text as a tuple of one, a list as a tuple."""
+    """Convert a list to a tuple, and a text to a tuple of one."""
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
-    """A text, token ids, or a list of either."""
+    """Convert a text, a list of token ids, or a list of either to a tuple of prompts."""
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:
@@ -103,7 +102,7 @@ def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
             return (tuple(value),)
         if all(isinstance(each, list) and _are_tokens(each) for each in value):
             return tuple(map(tuple, value))
-    raise ValueError("give a text, a list of token ids, or a list of either, not empty")
+    raise ValueError("give a text, a list of token ids, or a non-empty list of either")
 
 
 def _are_tokens(values: Sequence[object]) -> bool:
@@ -111,7 +110,7 @@ def _are_tokens(values: Sequence[object]) -> bool:
 
 
 def _or_none(arguments: str) -> str:
-    """A call's arguments, of which some clients say nothing if there are none."""
+    """A call's arguments; some clients send an empty text for no arguments."""
     return arguments if arguments.strip() else "{}"
 
 
@@ -122,20 +121,20 @@ def _zero_or_more(value: float) -> float:
 
 
 def _content(value: object) -> object:
-    """The text of a message's content, which may be in parts."""
+    """The text of a message's content, which may be split into parts."""
     if not isinstance(value, list):
         return value
     texts = [part.get("text") for part in value if isinstance(part, dict) and part.get("type") == "text"]
     if len(texts) < len(value) or not all(isinstance(text, str) for text in texts):
-        raise ValueError("only parts of type text are read, each with its text")
+        raise ValueError("only parts of type text are supported, each with its text")
     return "".join(map(str, texts))
 
 
 def _schema(value: dict[str, Any]) -> dict[str, Any]:
-    """Check the parts of a tool's JSON schema that are read with its calls."""
+    """Check the parts of a tool's JSON schema that are needed to parse its calls."""
     properties = value.get("properties", {})
     if not isinstance(properties, dict) or not all(isinstance(each, dict) for each in properties.values()):
-        raise ValueError("properties must be an object of schemas")
+        raise ValueError("properties must be an object that contains schemas")
     for name, schema in properties.items():
         options = schema.get("anyOf", [])
         if not isinstance(options, list) or not all(isinstance(each, dict) for each in options):
@@ -144,7 +143,7 @@ def _schema(value: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Object(BaseModel):
-    """A JSON object with known fields; null is the same as left out."""
+    """A JSON object with known fields; null means the same as leaving a field out."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -154,7 +153,7 @@ class _Object(BaseModel):
         if not isinstance(raw, dict):
             return raw
         if len(raw) > MAX_FIELDS:
-            raise ValueError(f"an object has {len(raw)} fields, and {MAX_FIELDS} are allowed")
+            raise ValueError(f"an object has {len(raw)} fields, and at most {MAX_FIELDS} are allowed")
         return {name: value for name, value in raw.items() if value is not None}
 
 
@@ -162,7 +161,7 @@ Tokens = Annotated[list[int], FailFast(), Field(min_length=1)]
 
 
 class Sampling(_Object):
-    """How to draw: of all requests."""
+    """The sampling fields that all requests have."""
 
     n: Annotated[int, Field(ge=1, le=MAX_COMPLETIONS)] = 1
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -181,7 +180,7 @@ class Sampling(_Object):
     ignore_eos: Annotated[object, _only(False)] = False
 
     def params(self, usual: SamplingParams) -> SamplingParams:
-        """The engine's settings: those of the request, and otherwise the `usual` ones."""
+        """The engine's sampling settings: the request's, or else the `usual` ones."""
         given: dict[str, object] = {
             "top_k": None if self.top_k is None else max(0, self.top_k),
             "top_p": self.top_p,
@@ -196,40 +195,40 @@ class Sampling(_Object):
 
     @property
     def drawn_seed(self) -> int:
-        """The client's seed, or else one that is drawn now."""
+        """The client's seed, or a new random one."""
         return secrets.randbits(63) if self.seed is None else self.seed
 
 
 def drawing_fields(body: Sampling) -> list[str]:
-    """The fields of a body that say how to draw, besides lengths and ends."""
+    """The sampling fields that a body sets, except lengths and stop conditions."""
     return [name for name in DRAWING if getattr(body, name) is not None]
 
 
 class StreamOptions(_Object):
-    """What a stream says besides the answer."""
+    """What a stream contains in addition to the answer."""
 
     include_usage: bool = False
     include_obfuscation: object = None
-    """Read by nothing."""
+    """Ignored."""
 
 
 NOTES = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("verbosity", "prediction"),
 )
-"""Fields that nothing reads: the client's own notes, and hints."""
+"""Fields that are accepted and ignored: notes of the client, and hints."""
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
-"""Fields that say how to draw, which a run that trains does in its own way."""
+"""Sampling fields; ignored while a run trains, because training sets its own."""
 
 
 class _Asked(Sampling):
-    """What requests of text and of chat have in common."""
+    """The fields that completion and chat requests have in common."""
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     user: object = None
-    """Read by nothing, as are the others of NOTES."""
+    """Ignored, like all fields in NOTES."""
     metadata: object = None
     store: object = None
     service_tier: object = None
@@ -239,7 +238,7 @@ class _Asked(Sampling):
 
     @property
     def notes(self) -> list[str]:
-        """The fields that are given and change nothing."""
+        """The fields that the request sets and that have no effect."""
         return [name for name in NOTES if getattr(self, name, None)]
 
 
@@ -249,33 +248,33 @@ class CompletionBody(_Asked):
     prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    """0: the prompt alone, with `echo`."""
+    """Longest answer in tokens; 0, with `echo`, returns only the prompt."""
     echo: bool = False
     best_of: Annotated[object, _only(1)] = 1
     suffix: Annotated[object, _only("")] = ""
 
 
 class FunctionCall(_Object):
-    """A call that an earlier answer made."""
+    """A tool call of an earlier answer."""
 
     name: str
     arguments: Annotated[str, AfterValidator(_or_none)]
-    """JSON; what is empty is no arguments."""
+    """JSON text; empty for no arguments."""
 
 
 class CallBody(_Object):
-    """The same, with the id to which a tool's message refers."""
+    """A `FunctionCall` with its id, to which a tool's message refers."""
 
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None
-    """Read by nothing, as is the next; clients repeat them from answers."""
+    """Ignored, like the next field; clients copy both from answers."""
     provider_specific_fields: object = None
 
 
 class _MessageNotes(_Object):
-    """Fields of a message that are read by nothing; clients repeat most of them from answers."""
+    """Ignored fields of a message; clients copy most of them from answers."""
 
     type: object = None
     refusal: object = None
@@ -296,20 +295,22 @@ class MessageBody(_MessageNotes):
     tool_calls: Annotated[list[CallBody], FailFast()] = Field(default_factory=list)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    """What the model thought, as templates read it that show it."""
+    """The model's thinking, under the name that chat templates use."""
     reasoning: str | None = None
-    """The same, as other servers call it."""
+    """The model's thinking, under the name that other servers use."""
 
     @property
     def ignored(self) -> list[str]:
-        """The fields of this message that are set but have no effect. `name` is one of them unless the message is a
-        tool's.
+        """The fields of this message that are set but have no effect. `name` is among them unless the message is a
+        tool's reply.
         """
         names = _MessageNotes.model_fields if self.role == "tool" else ("name", *_MessageNotes.model_fields)
         return [name for name in names if getattr(self, name)]
 
     def message(self, known: "_Calls", *, arguments_as_text: bool) -> Message:
-        """The message as chat templates read it; `known` are the calls before it, to which its own are added."""
+        """Convert the message to the form that chat templates read; its calls are added to `known`, the earlier
+        calls.
+        """
         role = "system" if self.role == "developer" else self.role
         message: dict[str, object] = {"role": role, "content": self.content or ""}
         if thought := self.reasoning_content or self.reasoning:
@@ -334,22 +335,22 @@ class MessageBody(_MessageNotes):
 
 
 class _Call(NamedTuple):
-    """A call of an earlier answer."""
+    """A tool call of an earlier answer."""
 
     id: str
     name: str
 
 
 class _Calls:
-    """The calls of a conversation so far, with ids of nine characters, which some chat templates need."""
+    """The tool calls of a conversation so far, with ids of nine characters, as some chat templates require."""
 
     def __init__(self) -> None:
         self._turns = 0
         self._last: list[tuple[str, _Call]] = []
-        """Those of the last answer that have no reply yet, with the client's ids."""
+        """Calls of the last answer that have no reply yet, with the client's ids."""
 
     def add(self, calls: Sequence[CallBody]) -> list[str]:
-        """Add an answer's calls; their ids. Other servers' ids are replaced."""
+        """Add an answer's calls, and return their new ids, which replace the client's."""
         ids = [
             call.id if SHORT_ID.fullmatch(call.id) else f"call{self._turns % 1000:03d}{place % 100:02d}"
             for place, call in enumerate(calls)
@@ -359,16 +360,17 @@ class _Calls:
         return ids
 
     def answered(self, call: str | None) -> _Call:
-        """The call that a tool's message answers: that of its id, or the next one of the last answer if it has none.
+        """The call that a tool's message answers: the one with its id, or without an id, the next open call of the last
+        answer.
 
-        Raises RequestError if there is no such call.
+        Raises RequestError if no call matches.
         """
         places = [place for place, (given, _) in enumerate(self._last) if call is None or given == call]
         if not places:
             awaited = ", ".join(repr(given) for given, _ in self._last) or "none"
             raise RequestError(
-                f"messages: a message of role tool has tool_call_id {json.dumps(call)}; calls of the last answer that"
-                f" have no reply yet: {awaited}",
+                f"messages: tool_call_id {json.dumps(call)} of a message of role tool matches no call; calls of the "
+                f"last answer without a reply: {awaited}",
                 "messages",
             )
         return self._last.pop(places[0])[1]
@@ -381,18 +383,18 @@ class FunctionBody(_Object):
     description: str = ""
     parameters: Annotated[dict[str, Any], AfterValidator(_schema)] = {"type": "object", "properties": {}}
     strict: bool = False
-    """Arguments are not held to the schema; reported as ignored if true."""
+    """Not supported: arguments may deviate from the schema. Reported as ignored if true."""
 
 
 class ToolBody(_Object):
-    """The same, as a tool."""
+    """A function wrapped as a tool."""
 
     type: Literal["function"] = "function"
     function: FunctionBody
 
     @property
     def schema_of_tool(self) -> ToolSchema:
-        """The tool as chat templates read it."""
+        """The tool in the form that chat templates read."""
         given = self.function
         function = {"name": given.name, "description": given.description, "parameters": given.parameters}
         return {"type": "function", "function": function}
@@ -405,7 +407,7 @@ class NamedTool(NamedTuple):
 
 
 def _choice(value: object) -> str | NamedTool:
-    """What `tool_choice` says."""
+    """Parse `tool_choice`."""
     if isinstance(value, str) and value in ("auto", "none", "required"):
         return value
     function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
@@ -428,7 +430,7 @@ class ChatBody(_Asked):
     tools: Annotated[list[ToolBody], FailFast()] = Field(default_factory=list)
     tool_choice: Annotated[str | NamedTool, PlainValidator(_choice)] = "auto"
     parallel_tool_calls: bool = True
-    """False: only the first call of an answer is given to the client."""
+    """False: only the first call of an answer is returned to the client."""
     response_format: Annotated[object, _only({"type": "text"})] = Field(default_factory=lambda: {"type": "text"})
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     reasoning_effort: str | None = None
@@ -441,14 +443,16 @@ class ChatBody(_Asked):
         for place, message in enumerate(self.messages):
             if message.content is None and message.role in ("system", "developer", "user"):
                 where = f"messages.{place}.content"
-                raise RequestError(f"{where}: is required of a message whose role is {message.role}", where)
+                raise RequestError(f"{where}: is required in a message of role {message.role}", where)
             if message.reasoning and message.reasoning_content and message.reasoning != message.reasoning_content:
                 where = f"messages.{place}.reasoning"
-                raise RequestError(f"{where}: differs from reasoning_content, its other name; give one of them", where)
+                raise RequestError(
+                    f"{where}: differs from reasoning_content, its other name; set only one of them", where
+                )
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise RequestError(
-                f"max_tokens: is {self.max_tokens}, and max_completion_tokens, its newer name,"
-                f" {self.max_completion_tokens}; give one of them",
+                f"max_tokens: is {self.max_tokens}, and max_completion_tokens, its newer name, is "
+                f"{self.max_completion_tokens}; set only one of them",
                 "max_tokens",
             )
         return self
@@ -458,7 +462,7 @@ class ChatBody(_Asked):
         names = [tool.function.name for tool in self.tools]
         twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
         if twice is not None:
-            raise RequestError(f"tools: two of them are called {twice!r}; give each its own name", "tools")
+            raise RequestError(f"tools: two of them have the name {twice!r}; names must be unique", "tools")
         if self.tool_choice == "required" and not names:
             raise RequestError("tool_choice: required needs tools, and the request has none", "tool_choice")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.name not in names:
@@ -470,23 +474,23 @@ class ChatBody(_Asked):
                 where = f"chat_template_kwargs.{name}"
                 raise RequestError(f"{where}: is set by other fields of the request; leave it out", where)
             if not VARIABLE.fullmatch(name):
-                message = f"chat_template_kwargs: {name!r:.{SHOWN}} is not the name of a variable"
+                message = f"chat_template_kwargs: {name!r:.{SHOWN}} is not a valid variable name"
                 raise RequestError(message, "chat_template_kwargs")
         return self
 
     @property
     def most_tokens(self) -> int | None:
-        """The longest answer in tokens, by either of its names; None if the client does not say it."""
+        """The longest answer in tokens, from either of the two fields; None if the client sets neither."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def schemas(self) -> list[ToolSchema]:
-        """The tools that the model is shown."""
+        """The tools to show to the model."""
         return [] if self.tool_choice == "none" else [tool.schema_of_tool for tool in self.tools]
 
     @property
     def must_call(self) -> str | None:
-        """The tool that the model must call, empty for any of several; None: it may answer without."""
+        """The tool that the model must call; empty if it must call any tool; None if it need not call one."""
         if isinstance(self.tool_choice, NamedTool):
             return self.tool_choice.name
         if self.tool_choice != "required":
@@ -495,7 +499,7 @@ class ChatBody(_Asked):
 
     @property
     def wanted(self) -> dict[str, JsonValue]:
-        """Variables for the chat template, by the names of this body's fields."""
+        """Variables for the chat template, from this body's fields."""
         effort: dict[str, JsonValue] = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
         return effort | self.chat_template_kwargs
 
@@ -504,30 +508,30 @@ class ChatBody(_Asked):
         return {name: value for name, value in self.wanted.items() if name in variables}
 
     def ignored(self, variables: Container[str]) -> list[str]:
-        """The fields that change nothing with a chat template that reads `variables`."""
+        """The fields that have no effect with a chat template that reads `variables`."""
         return [*self.hints, *(name for name in self.wanted if name not in variables)]
 
     @property
     def hints(self) -> list[str]:
-        """The fields that change nothing with any chat template."""
+        """The fields that have no effect with any chat template."""
         strict = [f"tools.{place}.function.strict" for place, tool in enumerate(self.tools) if tool.function.strict]
         messages = dict.fromkeys(f"messages.{name}" for message in self.messages for name in message.ignored)
         return [*self.notes, *strict, *messages]
 
     def conversation(self, *, arguments_as_text: bool) -> list[Message]:
-        """The messages as chat templates read them."""
+        """The messages in the form that chat templates read."""
         known = _Calls()
         return [message.message(known, arguments_as_text=arguments_as_text) for message in self.messages]
 
 
 class TokenSampling(Sampling):
-    """How to draw, for `/inference/v1/generate`."""
+    """The sampling fields of `/inference/v1/generate`."""
 
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
     skip_special_tokens: bool = True
-    """Read by nothing, since the answer has no text."""
+    """Ignored, because the answer has no text."""
     routed_experts_prompt_start: int | None = None
-    """Read by nothing, since the answer has no experts."""
+    """Ignored, because the answer does not list experts."""
 
 
 class GenerateBody(_Object):
@@ -543,23 +547,23 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def read_body(kind: type[Body], raw: bytes) -> Body:
-    """Parse and check a body. Raises RequestError, with the first wrong field by name."""
+    """Parse and check a body. Raises RequestError, which names the first invalid field."""
     try:
         raw.decode()
         body = kind.model_validate_json(_with_whole_characters(raw.removeprefix(codecs.BOM_UTF8)))
         json.loads(raw, object_pairs_hook=once, parse_int=str, parse_float=str)
         return body
     except UnicodeDecodeError as error:
-        raise RequestError(f"the body must be JSON in UTF-8: byte {error.start} is not") from None
+        raise RequestError(f"the body must be JSON in UTF-8, and byte {error.start} is not UTF-8") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
     except ValueError as error:
-        raise RequestError(f"the body must have each key once: {error}") from None
+        raise RequestError(f"each key of an object in the body must be unique: {error}") from None
     param = ".".join(str(each) for each in first["loc"]) or None
     if first["type"] in ("json_invalid", "model_type"):
         raise RequestError(f"the body must be a JSON object: {first['msg']}", param)
     if first["type"] == "extra_forbidden":
-        raise RequestError(f"{param}: this server does not know this field; leave it out", param)
+        raise RequestError(f"{param}: unknown field; leave it out", param)
     if first["type"] == "missing":
         raise RequestError(f"{param}: is required", param)
     reason = first["msg"].removeprefix("Value error, ")
@@ -568,21 +572,23 @@ def read_body(kind: type[Body], raw: bytes) -> Body:
 
 
 def _with_whole_characters(raw: bytes) -> bytes:
-    """A body in which lone surrogates, which pydantic refuses and clients send of a model's text, are U+FFFD."""
+    """Replace lone surrogates in a body by U+FFFD: clients send them back from a model's text, and pydantic rejects
+    them.
+    """
     if SURROGATE.search(raw) is None:
         return raw
     try:
         return json.dumps(clean_texts(json.loads(raw))).encode()
-    except (ValueError, RecursionError):  # pydantic says what is wrong with it
+    except (ValueError, RecursionError):  # pydantic reports what is wrong with the body
         return raw
 
 
 def _arguments(call: FunctionCall) -> dict[str, object]:
-    """A call's arguments, which OpenAI has as JSON text. Raises RequestError if they are no object."""
+    """Parse a call's arguments, which are JSON text. Raises RequestError if they are not an object."""
     try:
         found = plain(json.loads(call.arguments))
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise RequestError(f"messages: the arguments of a call of {call.name} must be a JSON object", "messages")
+        raise RequestError(f"messages: the arguments of a call to {call.name} must be a JSON object", "messages")
     return found

@@ -1,4 +1,4 @@
-"""The requests that clients have in the engine, as the event loop sees them: how many, how long, and when to refuse."""
+"""Keeps track of clients' requests in the engine from the event loop: how many, how long, and when to refuse more."""
 
 import asyncio
 import dataclasses
@@ -13,31 +13,31 @@ from podium.serve.engine_thread import Delivery, EngineThread, Ticket
 
 MAX_RETRY_S = 60
 RETRY_AFTER_END_S = 5
-"""Seconds after which clients of a server that ends may find another in its place."""
+"""Seconds after which clients of a server that shuts down should try again."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Counters:
-    """What has happened so far, for `/metrics`; counted in the event loop."""
+    """Counters for `/metrics`; updated in the event loop."""
 
     in_flight: int = 0
-    """Answers asked for that have not ended."""
+    """Answers requested that have not ended."""
     tokens: int = 0
-    """Tokens of answers that were drawn."""
+    """Tokens generated in answers."""
     finished: int = 0
     left: int = 0
-    """Answers that a client did not wait for."""
+    """Answers whose client disconnected before the end."""
     refused: int = 0
     """Requests refused because of the queue's limit."""
     first_s: float = 0.0
-    """Seconds from a request to the first token of each of its answers, summed; of those that are streamed."""
+    """Sum, over streamed answers, of the seconds from the request to the first token."""
     firsts: int = 0
     answer_s: float = 0.0
-    """Seconds from a request to the end of each of its answers, summed."""
+    """Sum, over answers, of the seconds from the request to the end."""
 
 
 class Clients:
-    """All clients' requests in an engine; used in the event loop, which runs beside the engine's thread."""
+    """All clients' requests in an engine; used in the event loop, while the engine runs in a thread."""
 
     def __init__(self, engine: RolloutEngine, *, max_queue: int) -> None:
         """Start the engine's thread; nothing else may call the engine until `close`.
@@ -55,11 +55,11 @@ class Clients:
         self.thread = EngineThread(engine, self._deliver)
 
     def close(self) -> None:
-        """End the engine's thread after the step that it is in, and drop all requests."""
+        """End the engine's thread after the current step, and drop all requests."""
         self.thread.close()
 
     def open(self, requests: Sequence[Request], *, stream: bool) -> Ticket:
-        """Have requests answered. Raises RequestError if there are too many, or the engine has failed."""
+        """Submit requests to the engine. Raises RequestError if too many are in flight, or the engine has failed."""
         self._loop = asyncio.get_running_loop()
         ticket = Ticket(requests, stream=stream, drop=self._drop)
         self._check_room(ticket.remaining)
@@ -69,41 +69,46 @@ class Clients:
         return ticket
 
     def refuse_new(self) -> None:
-        """Refuse requests from now on, since the server ends."""
+        """Refuse requests from now on, because the server is shutting down."""
         self.ending = True
 
     def give_up(self) -> None:
-        """End the requests that are in progress with an error that says to ask again."""
+        """End requests in progress with an error that tells clients to try again."""
         for ticket in list(self._open):
             ticket.pieces.put_nowait(_ending())
             self._drop(ticket)
 
     def check_alive(self) -> None:
-        """Raises RequestError if the engine has failed, or the server is shutting down."""
+        """Raise RequestError if the engine has failed or the server is shutting down."""
         if self.ending:
             raise _ending()
         self.thread.check_alive()
 
     def metrics(self) -> str:
-        """All counters in the text format of Prometheus."""
+        """All counters in Prometheus's text format."""
         counters, thread, stats = self.counters, self.thread, self.thread.stats
         lines: list[str] = []
         for name, kind, value, about in (
-            ("answers_in_flight", "gauge", counters.in_flight, "answers asked for that have not ended"),
+            ("answers_in_flight", "gauge", counters.in_flight, "answers requested that have not ended"),
             ("answers_limit", "gauge", self.limit, "most answers in flight"),
-            ("slots", "gauge", thread.engine.config.slots, "answers that are drawn at a time"),
+            ("slots", "gauge", thread.engine.config.slots, "answers that can be generated at the same time"),
             ("cache_pages_used", "gauge", thread.pages_used, "pages of the cache in use"),
             ("answers_finished_total", "counter", counters.finished, "answers that have ended"),
-            ("answers_left_total", "counter", counters.left, "answers whose client left before the end"),
+            ("answers_left_total", "counter", counters.left, "answers whose client disconnected before the end"),
             ("requests_refused_total", "counter", counters.refused, "requests refused because the queue was full"),
             ("prompt_tokens_total", "counter", stats.prompt_tokens, "tokens of prompts"),
             ("answer_tokens_total", "counter", counters.tokens, "tokens of answers"),
-            ("prefilled_tokens_total", "counter", stats.prefill_tokens, "tokens prefilled, again after evictions"),
+            (
+                "prefilled_tokens_total",
+                "counter",
+                stats.prefill_tokens,
+                ("tokens prefilled, including repetitions after evictions"),
+            ),
             ("decode_steps_total", "counter", stats.decode_steps, "decode steps"),
             ("engine_seconds_total", "counter", stats.generate_s, "seconds in which the engine worked"),
             ("preempted_total", "counter", stats.preempted, "answers that lost their slot for a while"),
             ("first_token_seconds_sum", "counter", counters.first_s, "seconds to the first token of a stream, summed"),
-            ("first_token_seconds_count", "counter", counters.firsts, "answers in these seconds"),
+            ("first_token_seconds_count", "counter", counters.firsts, "answers counted in these seconds"),
             ("answer_seconds_sum", "counter", counters.answer_s, "seconds to the end of an answer, summed"),
             ("engine_alive", "gauge", int(not thread.failure), "1 unless the engine has failed"),
         ):
@@ -116,7 +121,7 @@ class Clients:
         if in_flight + answers > self.limit:
             self.counters.refused += 1
             raise RequestError(
-                f"{in_flight} answers are in flight, and {self.limit} may be; try again later",
+                f"{in_flight} answers are in flight, and at most {self.limit} may be; try again later",
                 status=429,
                 code="queue_full",
                 retry_after_s=self._retry_after_s(),
@@ -132,18 +137,18 @@ class Clients:
             self.thread.cancel(ticket)
 
     def _retry_after_s(self) -> int:
-        """Seconds until a slot is free, if answers take as long as they did so far."""
+        """Estimated seconds until a slot is free, if answers take as long as so far."""
         counters = self.counters
         each_s = counters.answer_s / counters.finished if counters.finished else 1.0
         return min(MAX_RETRY_S, max(1, math.ceil(each_s * counters.in_flight / self.limit)))
 
     def _deliver(self, pieces: Delivery) -> None:
-        """Hand over what comes from the engine, in whose thread this is called."""
+        """Pass on the engine's pieces to the event loop; called in the engine's thread."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._receive, pieces)
 
     def _receive(self, pieces: Delivery) -> None:
-        """Hand out what came from the engine."""
+        """Pass the engine's pieces to their tickets, and count them."""
         now, counters = time.monotonic(), self.counters
         for ticket, piece in pieces:
             ticket.pieces.put_nowait(piece)
@@ -164,4 +169,6 @@ class Clients:
 
 def _ending() -> RequestError:
     """The reply to requests during shutdown."""
-    return RequestError("the server is ending; ask again", status=503, code="ending", retry_after_s=RETRY_AFTER_END_S)
+    return RequestError(
+        "the server is shutting down; try again", status=503, code="ending", retry_after_s=RETRY_AFTER_END_S
+    )

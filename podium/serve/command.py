@@ -1,4 +1,4 @@
-"""`podium serve`: answers other programs with a run's weights, or any model."""
+"""`podium serve`: serves a run's weights, or any model, to other programs."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from podium.serve.clients import Clients
 from podium.serve.prepare_requests import Model
 
 CONTEXT_TOKENS = 4096
-"""Longest sequence in tokens, if the model allows it and the user does not say one."""
+"""Longest sequence in tokens, if the model allows it and the user does not set one."""
 STEPS_SHOWN = 4
 """Decode steps between pieces of a stream."""
 
@@ -36,7 +36,7 @@ def serve(
 
     Raises:
         ValueError: the model or a setting is unusable, the extra is missing, the port is in use, or the address is
-            public and there is no token.
+            public and no token is given.
     """
     check_installed("podium serve")
     secret = address.secret()
@@ -59,14 +59,17 @@ def serve(
         server = Server(known, clients)
 
         def ready() -> None:
-            who = "this machine" if address.local else "other machines too, with the token"
+            who = "this machine" if address.local else "clients on other machines, with the token"
             where = f"http://{address.host}:{address.port}/v1"
             sizes = f"{known.longest} tokens, {rollouts.engine.config.slots} slots"
             print(f"{known.name} at {where}: {sizes}; open to {who}   (Ctrl-C ends)", flush=True)
 
         async def ending(insists: Callable[[], bool]) -> None:
             if in_flight := clients.counters.in_flight:
-                print(f"{in_flight} answers have up to {GRACE_S:g} s to end   (Ctrl-C: at once)", file=sys.stderr)
+                print(
+                    f"{in_flight} answers may take up to {GRACE_S:g} s to finish (Ctrl-C: stop at once)",
+                    file=sys.stderr,
+                )
             await server.end(insists)
 
         try:
@@ -76,9 +79,10 @@ def serve(
 
 
 def model_id(model: str) -> str:
-    """The name of a model for clients: of a run its folder's, with its step if one is given; of files theirs.
+    """The name of a model for clients: for a run its folder's name, with the step if one is given; for files their
+    name.
 
-    Other names, such as those of the hub, stay as they are.
+    Other names, such as hub ids, are unchanged.
     """
     run = run_of(model)
     if run is not None:
@@ -89,7 +93,7 @@ def model_id(model: str) -> str:
 
 
 def model_of(opened: Opened, name: str, *, max_queue: int, aliases: tuple[str, ...] = ()) -> Model:
-    """What a server knows of an engine's model; `aliases` are other names for it."""
+    """Describe an engine's model for the server; `aliases` are further names of the model."""
     tokenizer, engine = opened.rollouts.feed.tokenizer, opened.rollouts.engine
     try:
         tools = ToolFormat("requests with tools are refused", tokenizer)
@@ -109,7 +113,7 @@ def model_of(opened: Opened, name: str, *, max_queue: int, aliases: tuple[str, .
 
 
 def longest_sequence(model: str, context: int | None) -> int:
-    """The longest sequence in tokens that a server of this model takes, for the user's `--context`, if it is set.
+    """The longest sequence in tokens that a server of this model accepts: the user's `--context`, or the default.
 
     Raises UsageError if the model has fewer positions.
     """

@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 Document = dict[str, object]
 IGNORED = "X-Podium-Ignored"
-"""The header of an answer that lists the fields of its request which changed nothing."""
+"""Header of an answer that lists the fields of its request that had no effect."""
 LAST_EVENT = "data: [DONE]\n\n"
 
 
 class Kind(NamedTuple):
-    """What a route calls its documents."""
+    """The names that a route uses in its JSON documents."""
 
     prefix: str
-    """Beginning of an answer's id."""
+    """Prefix of an answer's id."""
     whole: str
     part: str
-    """A piece of an answer."""
+    """Object type of a streamed piece."""
 
 
 TEXT = Kind("cmpl", "text_completion", "text_completion")
@@ -27,23 +27,23 @@ CHAT = Kind("chatcmpl", "chat.completion", "chat.completion.chunk")
 
 
 def head_of(kind: Kind, model: str, *, stream: bool) -> Document:
-    """The beginning of an answer, or of each piece of it: its id, what it is, and the model's name."""
+    """The first fields of an answer or of each of its pieces: id, object type, and the model's name."""
     what = kind.part if stream else kind.whole
     return {"id": f"{kind.prefix}-{uuid.uuid4().hex}", "object": what, "created": int(time.time()), "model": model}
 
 
 def whole_answer(head: Document, choices: Sequence[Document], usage: Document) -> Document:
-    """An answer in one document."""
+    """A whole answer as one document."""
     return head | {"choices": list(choices), "usage": usage}
 
 
 def piece_event(head: Document, choice: Document) -> str:
-    """A piece of an answer, as a server-sent event."""
+    """A piece of an answer as a server-sent event."""
     return event_of(head | {"choices": [choice]})
 
 
 def last_events(head: Document, usage: Document | None) -> str:
-    """The end of a stream, after the usage if the client has asked for it."""
+    """The last events of a stream, with the usage first if the client asked for it."""
     return ("" if usage is None else event_of(head | {"choices": [], "usage": usage})) + LAST_EVENT
 
 
@@ -53,17 +53,17 @@ def model_document(name: str, created: int, **more: object) -> Document:
 
 
 def list_document(entries: Sequence[Document]) -> Document:
-    """A list, as OpenAI's clients read it."""
+    """A list in the form that OpenAI's clients read."""
     return {"object": "list", "data": list(entries)}
 
 
 def usage_of(read: int, drawn: int) -> Document:
-    """Numbers of tokens."""
+    """Token counts: `read` in the prompt, `drawn` in the answer."""
     return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
 
 
 def call_of(call: str, name: str, arguments: Mapping[str, object]) -> Document:
-    """A call of a tool with this id; its arguments become JSON text."""
+    """A tool call with this id; its arguments become JSON text."""
     function = {"name": name, "arguments": json.dumps(dict(arguments), ensure_ascii=False)}
     return {"id": call, "type": "function", "function": function}
 
@@ -87,7 +87,7 @@ def delta_choice(
     *,
     first: bool = True,
 ) -> Document:
-    """A piece of a message; `first`: the first of its answer."""
+    """A piece of a message; `first`: whether it is the first of its answer."""
     delta: Document = {"role": "assistant", "content": content} if first else {}
     delta |= {"content": content} if content else {}
     delta |= {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]} if calls else {}
@@ -100,7 +100,7 @@ def tokens_answer(choices: Sequence[Document]) -> Document:
 
 
 def tokens_choice(index: int, tokens: Sequence[int], logprobs: Sequence[float], reason: str | None) -> Document:
-    """One of its choices."""
+    """One choice of a `tokens_answer`."""
     content = [
         {"token": f"token_id:{token}", "logprob": logprob} for token, logprob in zip(tokens, logprobs, strict=True)
     ]
@@ -113,5 +113,5 @@ def event_of(document: Document) -> str:
 
 
 def headers_of(ignored: Sequence[str]) -> dict[str, str]:
-    """The headers of an answer to a request of which these fields changed nothing."""
+    """The headers of an answer, listing the fields of its request that had no effect."""
     return {IGNORED: ", ".join(ignored)} if ignored else {}

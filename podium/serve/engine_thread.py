@@ -1,7 +1,7 @@
 """The thread in which the engine runs.
 
-What the event loop wants of the engine comes over a queue, on which the thread sleeps while the engine has no work;
-after each step, what was drawn goes back to the loop at once.
+The event loop sends commands through a queue, on which the thread waits while the engine has no work. After each step,
+new tokens are sent back to the loop at once.
 """
 
 import asyncio
@@ -22,26 +22,26 @@ from podium.serve.bodies import RequestError
 
 
 class Piece(NamedTuple):
-    """Tokens of an answer that are new."""
+    """New tokens of an answer."""
 
     number: int
-    """Of the answer among those of its client's request."""
+    """Index of the answer among those of its request."""
     first: bool
-    """Whether it is the first of its answer."""
+    """Whether this is the first piece of its answer."""
     tokens: list[int]
     logprobs: list[float]
     completion: Completion | None
-    """The whole of it, once it has ended."""
+    """The whole answer, once it has ended; None before."""
 
 
 class Ticket:
-    """A client's request in the engine; iterate over its pieces, and close it whatever happens."""
+    """A client's request in the engine. Iterate over its pieces, and always close it."""
 
     def __init__(self, requests: Sequence[Request], *, stream: bool, drop: Callable[["Ticket"], None]) -> None:
-        """Belongs to the running event loop; `drop` frees the slots of what has not ended."""
+        """Create it in the event loop that will read it; `drop` frees the slots of answers that have not ended."""
         self.requests = requests
         self.stream = stream
-        """Whether pieces are wanted before an answer has ended."""
+        """Whether to deliver pieces before an answer has ended."""
         self.remaining = sum(request.completions for request in requests)
         """Answers that have not ended."""
         self.pieces: asyncio.Queue[Piece | Exception] = asyncio.Queue()
@@ -49,7 +49,7 @@ class Ticket:
         self._drop = drop
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        """Pieces until all answers have ended. Raises RequestError if the engine fails."""
+        """Yield pieces until all answers have ended. Raises RequestError if the engine fails."""
         left = sum(request.completions for request in self.requests)
         while left:
             piece = await self.pieces.get()
@@ -59,7 +59,7 @@ class Ticket:
             yield piece
 
     def close(self) -> None:
-        """Drop what has not ended, and free its slots; again: nothing."""
+        """Drop answers that have not ended, and free their slots; a second call does nothing."""
         self._drop(self)
 
 
@@ -68,7 +68,7 @@ Delivery = Sequence[tuple[Ticket, Piece | Exception]]
 
 
 class _Live(NamedTuple):
-    """An answer that the engine draws."""
+    """An answer that the engine is generating."""
 
     ticket: Ticket
     number: int
@@ -79,27 +79,27 @@ class EngineThread:
     """Runs an engine for any number of requests."""
 
     def __init__(self, engine: RolloutEngine, deliver: Callable[[Delivery], None]) -> None:
-        """Start the thread, which calls `deliver` with what is new."""
+        """Start the thread, which calls `deliver` with new pieces."""
         self.engine = engine
         self.stats = RolloutStats()
-        """Of all steps so far."""
+        """Statistics of all steps so far."""
         self.pages_used = 0
         """Pages of the cache in use after the last step or command."""
         self.failure = ""
-        """Why the thread ended, if it did by itself."""
+        """Why the thread ended, if an error ended it; otherwise empty."""
         self._deliver_pieces = deliver
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="compile")
         self._compiled: set[str] = set()
-        """Programs for some requests alone that have been compiled."""
+        """Programs that only some requests need and that have been compiled."""
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._live: dict[Key, _Live] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    # From other threads.
+    # Called from other threads.
 
     def submit(self, ticket: Ticket) -> None:
-        """Have a request answered."""
+        """Submit a request to the engine."""
         self._inbox.put(lambda: self._submit(ticket))
 
     def cancel(self, ticket: Ticket) -> None:
@@ -107,19 +107,19 @@ class EngineThread:
         self._inbox.put(lambda: self._cancel(ticket))
 
     def check_alive(self) -> None:
-        """Raises RequestError if the engine has failed."""
+        """Raise RequestError if the engine has failed."""
         if self.failure:
-            raise RequestError(f"the engine has failed: {self.failure}; start the server again", status=503)
+            raise RequestError(f"the engine has failed: {self.failure}; restart the server", status=503)
 
     def close(self) -> None:
-        """End the thread after the step that it is in, and drop all requests."""
+        """End the thread after the current step, and drop all requests."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
         self._inbox.put(None)
         self._thread.join()
         for key in self.engine.keys:
             self.engine.cancel(key)
 
-    # In the engine's thread.
+    # Called in the engine's thread.
 
     def _run(self) -> None:
         try:
@@ -131,11 +131,13 @@ class EngineThread:
             traceback.print_exc(file=sys.stderr)
             self.failure = f"{type(error).__name__}: {error}"[:300]
             self._fail([live.ticket for live in self._live.values()], self.failure)
-            while (command := self._inbox.get()) is not None:  # what came meanwhile is refused
+            while (command := self._inbox.get()) is not None:  # refuse requests that have arrived meanwhile
                 command()
 
     def _obey(self) -> bool:
-        """Carry out what handlers want; sleeps until there is something, if the engine has no work. False: to end."""
+        """Execute pending commands, waiting for one if the engine has no work. Returns False if the thread
+        should end.
+        """
         while not (self.engine.busy and self._inbox.empty()):
             command = self._inbox.get()
             if command is None:
@@ -144,7 +146,7 @@ class EngineThread:
         return True
 
     def _submit(self, ticket: Ticket) -> None:
-        if not ticket.remaining:  # its client has left while programs were compiled for it
+        if not ticket.remaining:  # the client has disconnected while programs were compiled
             return
         calls = {name: call for each in ticket.requests for name, call in self.engine.device.extra_calls(each).items()}
         missing = {name: call for name, call in calls.items() if name not in self._compiled}
@@ -166,9 +168,9 @@ class EngineThread:
             self._send([(ticket, RequestError(str(error)))])
 
     def _compile(self, calls: Mapping[str, Call], ticket: Ticket) -> None:
-        """Compile programs, on its own thread, before a request is submitted that needs them.
+        """Compile programs in a separate thread, then submit the request that needs them.
 
-        If that fails, the engine's own call says why.
+        If compilation fails, the engine's call of the program raises the error.
         """
         for name, call in calls.items():
             if name not in self._compiled and ticket.remaining:
@@ -183,7 +185,9 @@ class EngineThread:
             del self._live[key]
 
     def _step(self) -> None:
-        """Run one step. If the model's logits are not finite, the request that had them fails, and the others go on."""
+        """Run one step. If the model's logits are not finite, the request that caused them fails, and the others
+        continue.
+        """
         try:
             self.engine.step()
         except NonFiniteError as error:
@@ -198,7 +202,7 @@ class EngineThread:
         self._send([(ticket, RequestError(why, status=500)) for ticket in distinct])
 
     def _send_new(self) -> None:
-        """Deliver what is new of all answers."""
+        """Deliver the new tokens of all answers."""
         finished = dict(self.engine.poll())
         pieces: list[tuple[Ticket, Piece | Exception]] = []
         for key, live in list(self._live.items()):

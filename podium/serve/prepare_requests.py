@@ -1,4 +1,4 @@
-"""Makes the engine's requests of clients' bodies: encodes prompts, and checks that they fit. No jax."""
+"""Converts clients' bodies to requests of the engine: encodes prompts, and checks that they fit. No jax."""
 
 import dataclasses
 import json
@@ -15,9 +15,9 @@ from podium.serve.replies import ChatForm, CompletionForm, EchoForm, Form, TextS
 from podium.tasks.conversations.tool_calls import opens_thought
 
 MAX_VARIANTS = 32
-"""Sets of variables for the chat template that are remembered."""
+"""How many sets of chat template variables are cached."""
 DEFAULT_TOKENS = 16
-"""Length of an answer of `/v1/completions` if the client does not say one, as OpenAI has it."""
+"""Length of an answer of `/v1/completions` if the client does not set one; OpenAI's default."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,53 +27,54 @@ class Prepared:
     requests: list[Request]
     form: Form
     texts: list[TextStream]
-    """One for each answer."""
+    """The text stream of each answer."""
     stream: bool
     include_usage: bool
     ignored: tuple[str, ...] = ()
-    """Fields that changed nothing."""
+    """Fields of the request that had no effect."""
 
     def usage(self, drawn: int) -> Document:
-        """What OpenAI's clients read of the number of tokens."""
+        """Token counts in the form that OpenAI's clients read."""
         read = sum(len(request.prompt) for request in self.requests)
         return usage_of(read, drawn if self.form.answers else 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """What a server knows of its model."""
+    """The server's model, as requests need it."""
 
     name: str
-    """As clients name it."""
+    """The name that clients use."""
     tokenizer: Tokenizer
     answering: Answering
-    """How answers are drawn where a request does not say it, and what a conversation begins with."""
+    """How answers are sampled by default, and the system prompt."""
     tools: ToolFormat | None
-    """None: the model's chat template writes calls in a form that is not read."""
+    """How the chat template writes tools and calls; None if its format of calls is not supported."""
     vocab: int
     longest: int
-    """Most tokens of a prompt and its answer."""
+    """Longest prompt plus answer in tokens."""
     most: int
-    """Most answers to one request."""
+    """Largest number of answers to one request."""
     aliases: tuple[str, ...] = ()
-    """Other names that clients may give it."""
+    """Other names that clients may use."""
     _variants: dict[str, tuple[Tokenizer, ToolFormat | None]] = dataclasses.field(
         default_factory=dict[str, tuple[Tokenizer, ToolFormat | None]]
     )
-    """By variables for the chat template that requests have given."""
+    """Tokenizers and tool formats, by the chat template variables of requests."""
 
     def check_name(self, name: str | None) -> None:
-        """Raises RequestError if a client asks for another model."""
+        """Raise RequestError if a client asks for another model."""
         if name not in (None, self.name, *self.aliases):
-            message = f"model: there is no {name!r}; this server has {self.name!r}"
+            message = f"model: unknown model {name!r}; this server has {self.name!r}"
             raise RequestError(message, "model", status=404, code="model_not_found")
 
     def completions(self, body: CompletionBody) -> Prepared:
-        """Requests for prompts. Raises RequestError if they do not fit."""
+        """Make requests for prompts. Raises RequestError if they do not fit."""
         self.check_name(body.model)
         if body.logprobs and self._sampling(body).temperature:
             raise RequestError(
-                "logprobs: the likeliest token is known of greedy answers only; set logprobs to 0, or temperature to 0",
+                "logprobs: the likeliest token is known only for greedy answers; set logprobs to 0, or temperature "
+                "to 0",
                 "logprobs",
             )
         self._check_answers(body.n * len(body.prompt))
@@ -94,7 +95,7 @@ class Model:
         return self._prepared(requests, form, body)
 
     def chat(self, body: ChatBody) -> Prepared:
-        """A request for a message. Raises RequestError if it does not fit, or the chat template refuses it."""
+        """Make a request for a message. Raises RequestError if it does not fit, or the chat template rejects it."""
         self.check_name(body.model)
         self._check_answers(body.n)
         shown, variables = body.schemas, self.tokenizer.chat_format.variables
@@ -103,7 +104,9 @@ class Model:
         except ValueError as error:
             raise RequestError(f"chat_template_kwargs: {error}", "chat_template_kwargs") from None
         if shown and tools is None:
-            raise RequestError("tools: the model's chat template writes calls in a form that is not read", "tools")
+            raise RequestError(
+                "tools: the format in which the model's chat template writes calls is not supported", "tools"
+            )
         messages = body.conversation(arguments_as_text=tools is not None and tools.arguments_as_text)
         messages = self.answering.messages(messages)
         messages = messages if tools is None else tools.with_tools(messages, shown)
@@ -128,7 +131,7 @@ class Model:
         return dataclasses.replace(self._prepared(requests, form, body), ignored=tuple(body.ignored(variables)))
 
     def generate(self, body: GenerateBody) -> list[Request]:
-        """A request for tokens. Raises RequestError if it does not fit."""
+        """Make requests for tokens. Raises RequestError if they do not fit."""
         self.check_name(body.model)
         sampling = body.sampling_params
         self._check_answers(sampling.n)
@@ -136,7 +139,7 @@ class Model:
         return self._requests([prompt], sampling, sampling.max_tokens, "token_ids", "sampling_params.")
 
     def _written(self, options: str) -> tuple[Tokenizer, ToolFormat | None]:
-        """The tokenizer, and how it writes tools, with these variables for the chat template, as JSON.
+        """The tokenizer and tool format with these variables for the chat template, given as JSON.
 
         Raises ValueError if the template cannot be rendered with them.
         """
@@ -156,7 +159,7 @@ class Model:
 
     def _check_answers(self, count: int) -> None:
         if count > self.most:
-            raise RequestError(f"n: {count} answers are asked for, and {self.most} are possible", "n")
+            raise RequestError(f"n: {count} answers are requested, and at most {self.most} are possible", "n")
 
     def _prepared(self, requests: list[Request], form: Form, body: CompletionBody | ChatBody) -> Prepared:
         return Prepared(
@@ -180,14 +183,15 @@ class Model:
         field: str,
         prefix: str = "",
     ) -> list[Request]:
-        """Requests for the prompts in `field`; without `max_tokens`, an answer is as long as the model's usual ones.
+        """Make requests for the prompts in `field`; without `max_tokens`, the model's default length applies.
 
-        `prefix` comes before the names of fields of `sampling`.
+        `prefix` precedes field names of `sampling` in error messages.
         """
         longest = max(map(len, prompts))
         if longest >= self.longest:
             raise RequestError(
-                f"{field}: has {longest} tokens, and a prompt with its answer may have {self.longest}; shorten it",
+                f"{field}: has {longest} tokens, and a prompt with its answer may have at most {self.longest}; "
+                "shorten it",
                 field,
                 code="context_length_exceeded",
             )
@@ -198,14 +202,17 @@ class Model:
             raise RequestError(f"{field}: {error}", field) from None
         try:
             params = self._sampling(sampling)
-            check_sampling(dataclasses.replace(params, max_new_tokens=1), self.tokenizer, self.longest)
+            one = dataclasses.replace(params, max_new_tokens=1)
+            check_sampling(one, self.tokenizer, longest=self.longest, vocab=self.vocab)
         except ValueError as error:
-            raise RequestError(f"{prefix}stop: {error}", f"{prefix}stop") from None
+            beyond = any(token >= self.vocab for token in sampling.stop_token_ids)
+            named = f"{prefix}{'stop_token_ids' if beyond or not sampling.stop else 'stop'}"
+            raise RequestError(f"{named}: {error}", named) from None
         room, usual = self.longest - longest, params.max_new_tokens
         if max_tokens is not None and max_tokens > room:
             raise RequestError(
-                f"{prefix}max_tokens: is {max_tokens}, and with the {field} together more than {self.longest} tokens;"
-                f" ask for at most {room}",
+                f"{prefix}max_tokens: is {max_tokens}, which with the {field} is more than {self.longest} tokens; ask "
+                f"for at most {room}",
                 f"{prefix}max_tokens",
                 code="context_length_exceeded",
             )
@@ -224,8 +231,11 @@ class Model:
 
 
 def _check_echo(body: CompletionBody) -> None:
-    """Raises RequestError if a prompt is to be repeated in a way that is not supported, or if nothing is asked for."""
+    """Raise RequestError if `echo` is used in an unsupported way, or if neither echo nor tokens are asked for."""
     if body.max_tokens == 0 and not body.echo:
-        raise RequestError("max_tokens: 0 needs echo, the prompt alone; ask for at least 1 token", "max_tokens")
+        raise RequestError(
+            "max_tokens: 0 returns only the prompt, which needs echo; ask for at least 1 token, or set echo",
+            "max_tokens",
+        )
     if body.echo and (body.stream or body.n > 1):
-        raise RequestError("echo: only of one whole answer; leave out stream and n", "echo")
+        raise RequestError("echo: only possible for one whole answer; leave out stream and n", "echo")

@@ -1,7 +1,7 @@
-"""Builds the token server's replies: text as it becomes certain, log-probabilities, calls of tools. No jax.
+"""Builds the server's replies: text, log-probabilities and tool calls. No jax.
 
-Two forms: the text of `/v1/completions` and the messages of `/v1/chat/completions`, whole or in pieces. A piece holds
-back what may still become something else: half of a character, or the beginning of a stop string.
+It has two forms, whole or streamed: the text of `/v1/completions` and the messages of `/v1/chat/completions`. Streamed
+pieces hold back text that later tokens may change: an incomplete character, or the beginning of a stop string.
 """
 
 import dataclasses
@@ -18,26 +18,26 @@ from podium.serve.documents import CHAT, TEXT, Document, Kind, call_of, delta_ch
 from podium.serve.engine_thread import Piece
 
 HALF = "\ufffd"
-"""What an incomplete character is decoded to."""
+"""The character that an incomplete character is decoded to."""
 Choice = Document
 
 
 class TextStream:
-    """The text of one answer, as its tokens come."""
+    """The text of one answer, decoded as its tokens arrive."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        """`stop` are the strings at which the text ends, without them."""
+        """The text ends before the first of the strings `stop`."""
         self._tokenizer = tokenizer
         self._stop = stop
         self._whole = CHANNEL in tokenizer.special_tokens
-        """Whether nothing is certain before the end, since only one of an answer's channels is its text."""
+        """Whether text can only be returned at the end, because only one of an answer's channels is its text."""
         self._tokens: list[int] = []
         self._begin = self._read = 0
         self._text = ""
         self._sent = 0
 
     def add(self, piece: Piece) -> str:
-        """The text that is certain since the last piece; after the last one, all of it has been returned."""
+        """The text that has become certain with this piece; after the last piece, all text has been returned."""
         if piece.completion is not None:
             self._text = end_at(piece.completion.text, self._stop)
             certain = len(self._text)
@@ -51,7 +51,9 @@ class TextStream:
         return new
 
     def _decode(self, tokens: Sequence[int]) -> None:
-        """Decode new tokens behind those of the last piece, since a token's text may depend on the one before it."""
+        """Decode new tokens together with those of the last piece, because a token's text may depend on the one before
+        it.
+        """
         self._tokens += tokens
         before = self._tokenizer.decode(self._tokens[self._begin : self._read])
         after = self._tokenizer.decode(self._tokens[self._begin :])
@@ -60,34 +62,34 @@ class TextStream:
             self._begin, self._read = self._read, len(self._tokens)
 
     def _held(self) -> int:
-        """Length of the longest end of the text with which a stop string begins."""
+        """Length of the longest suffix of the text that is a prefix of a stop string."""
         ends = (n for stop in self._stop for n in range(len(stop) - 1, 0, -1) if self._text.endswith(stop[:n]))
         return max(ends, default=0)
 
 
 def end_at(text: str, stop: Sequence[str]) -> str:
-    """The text up to the first stop string."""
+    """Cut the text at the first stop string."""
     return text[: min((place for each in stop if (place := text.find(each)) >= 0), default=len(text))]
 
 
 class Form(Protocol):
-    """How one route writes answers."""
+    """The form in which a route writes answers."""
 
     kind: Kind
     answers: bool
-    """Whether anything is written behind the prompt."""
+    """Whether anything is generated after the prompt."""
 
     @property
     def only_whole(self) -> bool:
-        """Whether it must have each answer in one piece."""
+        """Whether each answer must arrive in one piece."""
         ...
 
     def choice(self, piece: Piece, text: str) -> Choice:
-        """A whole answer, from a piece with all its tokens."""
+        """Write a whole answer, from a piece with all its tokens."""
         ...
 
     def delta(self, piece: Piece, text: str) -> Choice | None:
-        """A piece of an answer; None: nothing to say yet."""
+        """Write a piece of an answer; None if there is nothing to write yet."""
         ...
 
 
@@ -97,21 +99,22 @@ class CompletionForm:
 
     tokenizer: Tokenizer
     logprobs: int | None
-    """None: without; 1: with the likeliest token, which a greedy answer's own tokens are."""
+    """Number of alternatives per token; None: no log-probabilities; 1: the likeliest token, which in a greedy answer is
+    the token itself."""
     kind = TEXT
     only_whole = False
     answers: bool = True
     offsets: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Length of the text of the tokens so far, by answer."""
+    """Length of the text so far, by answer."""
 
     def choice(self, piece: Piece, text: str) -> Choice:
-        """The text, and its tokens with their log-probabilities."""
+        """Write the text, and its tokens with their log-probabilities."""
         logprobs = None if self.logprobs is None else self._logprobs(piece)
         reason = None if piece.completion is None else piece.completion.finish_reason
         return {"index": piece.number, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def delta(self, piece: Piece, text: str) -> Choice | None:
-        """The same of a piece."""
+        """Write a piece of the text, and its tokens with their log-probabilities."""
         if not text and piece.completion is None and self.logprobs is None:
             return None
         return self.choice(piece, text)
@@ -141,14 +144,14 @@ class EchoForm(CompletionForm):
     """Text and tokens of each request's prompt; a request has one answer."""
 
     def choice(self, piece: Piece, text: str) -> Choice:
-        """Prompt and answer; where nothing is to be answered, the prompt alone."""
+        """Write prompt and answer, or only the prompt if no answer is asked for."""
         before, tokens = self.prompts[piece.number]
         if not self.answers:
             piece, text = piece._replace(tokens=[], logprobs=[]), ""
         return super().choice(piece, before + text) | {"logprobs": self._echoed(piece, tokens)}
 
     def _echoed(self, piece: Piece, prompt: Sequence[int]) -> dict[str, object] | None:
-        """Log-probabilities of the prompt's tokens, then of the answer's; the first token has none."""
+        """Log-probabilities of the prompt's tokens and then the answer's; the first token has none."""
         if self.logprobs is None:
             return None
         assert piece.completion is not None, "it comes whole"
@@ -156,7 +159,7 @@ class EchoForm(CompletionForm):
         assert scores is not None, "they were asked for"
         own = [None, *scores.logprobs[1:].tolist()]
         best = [None, *map(self._named, scores.best_tokens[1:].tolist(), scores.best_logprobs[1:].tolist())]
-        drawn = [*map(self._named, piece.tokens, piece.logprobs)]  # greedy, and so the likeliest
+        drawn = [*map(self._named, piece.tokens, piece.logprobs)]  # greedy, so these are the likeliest tokens
         pieces = self.tokenizer.pieces([*prompt, *piece.tokens])
         return {
             "tokens": pieces,
@@ -177,11 +180,11 @@ class ChatForm:
     logprobs: bool
     tools: Sequence[ToolSchema]
     format: ToolFormat | None
-    """Reads calls; None without tools."""
+    """Parses calls; None without tools."""
     begun: str = ""
-    """The beginning of the answer that was given to the model, a call that it must make."""
+    """The given beginning of the answer: the start of a call that the model must make."""
     thinking: bool = False
-    """Whether the prompt has opened a thought."""
+    """Whether the prompt already opened the model's thinking."""
     parallel: bool = True
     """Whether an answer may have several calls; otherwise the first is taken."""
     kind = CHAT
@@ -189,23 +192,23 @@ class ChatForm:
 
     @property
     def only_whole(self) -> bool:
-        """With tools: only then their calls can be read."""
+        """True with tools, because calls can only be parsed in whole answers."""
         return self.format is not None
 
     def choice(self, piece: Piece, text: str) -> Choice:
-        """The message, with the calls in it."""
+        """Write the message, with its calls."""
         content, calls, reason = self._read(piece, text)
         return message_choice(piece.number, content, calls, reason, self._logprobs(piece))
 
     def delta(self, piece: Piece, text: str) -> Choice | None:
-        """A piece of the message."""
+        """Write a piece of the message."""
         content, calls, reason = self._read(piece, text)
         if not (content or piece.first or piece.completion is not None or self.logprobs):
             return None
         return delta_choice(piece.number, content, calls, reason, self._logprobs(piece), first=piece.first)
 
     def _read(self, piece: Piece, text: str) -> tuple[str | None, list[Document], str | None]:
-        """What an answer says, its calls, and why it ended."""
+        """An answer's text, its calls, and its finish reason."""
         completion = piece.completion
         if completion is None or self.format is None:
             return text, [], None if completion is None else completion.finish_reason
@@ -240,6 +243,6 @@ class ChatForm:
 
 
 def token_choice(piece: Piece) -> Choice:
-    """A whole answer of `/inference/v1/generate`."""
+    """Write a whole answer of `/inference/v1/generate`."""
     assert piece.completion is not None, "it comes whole"
     return tokens_choice(piece.number, piece.tokens, piece.logprobs, piece.completion.finish_reason)

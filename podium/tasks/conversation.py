@@ -140,7 +140,8 @@ class Conversation(Protocol):
     """One conversation about a prompt; `podium.tasks.conversations.environment_forms` makes them from tools and from
     classes of other libraries.
 
-    Optional beside `reply`: `begin() -> str | Asking | None`, `grade() -> float | None` and `close() -> None`.
+    Optional methods, in addition to `reply`: `begin() -> str | Asking | None`, `grade() -> float | None` and `close()
+    -> None`.
     """
 
     def reply(self, turn: Turn) -> "Replied | Awaitable[Replied]":

@@ -34,6 +34,7 @@ class LoopThread:
                 coroutine.close()
                 refused: Future[Result] = Future()
                 refused.cancel()
+                refused.set_running_or_notify_cancel()  # done for `concurrent.futures.wait` too
                 return refused
             if self._loop is None:
                 self._loop = _Loop()

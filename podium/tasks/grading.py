@@ -14,13 +14,13 @@ from typing import Any
 
 from podium.config.schema import GradingConfig, TaskConfig
 from podium.plain import without_middle
-from podium.tasks.conversations.environment_forms import machine_checks
+from podium.tasks.conversations.environment_forms import machine_checks, scores_itself
 from podium.tasks.functions import FunctionGrader, Part
 from podium.tasks.grading_worker import Item, Outcome, grade_item
 from podium.tasks.judges import Judge, JudgeCounts, ReplyStore
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.registry import make_task, task_labels
-from podium.tasks.rewards import RewardOptions, label, make_reward, named_parts, own_functions
+from podium.tasks.rewards import RewardOptions, make_reward, named_parts, own_functions
 from podium.tasks.task import Graded, Reward
 from podium.tasks.workers import Answer, Lost, UnsendableError, WorkerPool
 from podium.terminal import harmless
@@ -102,6 +102,7 @@ class Grader:
         self._reward_options = RewardOptions(max_new_tokens, config.overlong_buffer_tokens)
         self._warned = False
         self._warned_unrewarded = False
+        self._scored_by_environment = [scores_itself(task) for task in tasks]
         self._own_tasks = [make_task(task) for task in tasks] if config.workers == 0 else []
         used = {name for task in tasks for name in named_parts(task)}
         asked = [judge for judge in config.judges if judge.name in used]
@@ -187,18 +188,17 @@ class Grader:
                 outcome = next(graded)
             else:
                 outcome = NOT_ASKED if completion.paid is None else Outcome("graded", correct=completion.paid)
-            correct, stopped = outcome.correct, outcome.kind == "stopped"
+            applies = completion.paid is not None or not self._scored_by_environment[asked.task]
+            correct, stopped = outcome.correct if applies else None, outcome.kind == "stopped"
             reward = make_reward(
                 config, completion, self._reward_options, correct=correct, own=parts, timed_out=stopped
             )
             graded_later = any(name not in self._judges for name in named_parts(config))
-            if not (
-                self._warned_unrewarded or graded_later or any(label(name) in reward.parts for name in config.rewards)
-            ):
+            if not (self._warned_unrewarded or graded_later or reward.weights):
                 self._warned_unrewarded = True
                 logger.warning(
-                    "no reward applies to prompt %s of %s: each function returned None; its answers are left out, as"
-                    " others will be",
+                    "no reward applies to prompt %s of %s: each function returned None, or get_reward did; its answers"
+                    " are left out, as others will be",
                     asked.prompt.id,
                     self._labels[asked.task],
                 )
@@ -207,8 +207,8 @@ class Grader:
 
     def _asks(self, item: Submission) -> bool:
         """Whether the task itself grades an answer, instead of a function or the environment."""
-        prompt, graded = item
-        return graded.paid is None and self._configs[prompt.task].correct == "correct"
+        task, paid = item[0].task, item[1].paid
+        return paid is None and self._configs[task].correct == "correct" and not self._scored_by_environment[task]
 
     def _grade_chunk(self, submissions: Sequence[Submission]) -> list[Outcome]:
         """Grade a chunk in one of the processes. Runs in a thread."""

@@ -47,7 +47,7 @@ class AnswerForm:
 
     column: str
     reference: Callable[[str], str | None]
-    """Extracts the reference from the column's text; returns None if there is none."""
+    """Extracts the reference from the column's text; returns None if there is no reference."""
     rule: str = "is empty"
     """End of the error message for a row without a reference."""
     key: str | None = None

@@ -18,6 +18,7 @@ import numpy as np
 
 from podium.config.errors import suggestion
 from podium.files import parse_object
+from podium.patience import patiently
 from podium.plain import clean_texts, once
 from podium.tasks.known_sets import SUBSETS, AnswerForm, is_code, published_form
 from podium.tasks.math_answers.correctness import is_correct
@@ -37,8 +38,8 @@ class Columns:
     answer: str | None
     """None: rows need no answer, because functions alone compute the reward."""
     reference: Callable[[str], str | None] | None = None
-    """Extracts the reference from the answer column, or returns None if there is none. Unset: the form in which the
-    set is published says what to extract (`podium.tasks.known_sets`)."""
+    """Extracts the reference from the answer column, or returns None if there is no reference. Unset: determined by the
+    form in which the set is published (`podium.tasks.known_sets`)."""
     rule: str = "is empty"
     """End of the error message for an answer column without a reference."""
 
@@ -49,7 +50,7 @@ class QuestionSet:
     system_prompt: str | None = None
 
     def __init__(self, name: str, source: TaskSource, columns: Columns) -> None:
-        """Read nothing yet."""
+        """Does not read anything yet."""
         self.name = name
         self.source = source
         self.columns = columns
@@ -151,8 +152,8 @@ def _prompt(prompt_id: str, location: str, row: dict[str, object], column: str, 
     for name, option in ((column, "question"), (answers and answers.column, "answer")):
         if name is not None and name not in row:
             raise ValueError(
-                f"{location}: no column {name!r} (the {option}); {suggestion(name, row)}. "
-                f"The task's options name the columns (`podium tasks`)"
+                f"{location}: no column {name!r} (the {option}); the task's options name the columns (`podium tasks`);"
+                f" {suggestion(name, row)}"
             )
     question, messages = question_of(f"{location}: the question (column {column!r})", row[column])
     answer, within = ("", "") if answers is None else _reference(location, row, answers)
@@ -237,7 +238,7 @@ WRITTEN_OUT = 1e15
 
 
 def _local_files(task: str, split: str, source: TaskSource) -> list[Path]:
-    """The files of a split: the named file, the folder's file, or the evaluation file beside the training file."""
+    """The files of a split: the named file, the folder's file, or the evaluation file next to the training file."""
     own_path = source.eval_path if split == "eval" else None
     path = Path(own_path or source.path or "").expanduser()
     name = source.split_name(split)
@@ -389,7 +390,8 @@ def _hub_rows(task: str, dataset: str, subset: str | None, split: str) -> Iterat
             f"{task}: data sets of the hub need `datasets`: pip install 'podium-rl[data]' (or set path to a local file)"
         ) from error
     try:
-        rows = datasets.load_dataset(dataset, subset or SUBSETS.get(dataset), split=split)
+        chosen = subset or SUBSETS.get(dataset)
+        rows = patiently(lambda: datasets.load_dataset(dataset, chosen, split=split), f"the hub, for {dataset}")
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"{task}: could not load split {split!r} of {dataset} from the hub: {error}. "

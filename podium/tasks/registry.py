@@ -46,10 +46,18 @@ FAMILIES: dict[str, str] = {
 def make_task(config: TaskConfig) -> Task:
     """Make the task that a config names, after checking its options.
 
-    Raises ValueError if the task or an option is unknown, or an option is missing or has the wrong type.
+    Raises ValueError if the task or an option is unknown, an option is missing or has the wrong type, or what the name
+    stands for is no task.
     """
     constructor = find_task(config.name)
     options = task_options(config.name)
+    try:
+        inspect.signature(constructor).bind(TaskSource(), **dict.fromkeys(options))
+    except TypeError as error:
+        rule = "a task is made with the place of its data, and with its options by keyword"
+        raise ValueError(
+            f"{config.name}: {rule}; begin its constructor `def __init__(self, source, *, ...)` ({error})"
+        ) from None
     for name in config.options:
         if name not in options:
             raise ValueError(f"{config.name}: options.{name}: unknown option; {suggestion(name, options)}")
@@ -62,7 +70,11 @@ def make_task(config: TaskConfig) -> Task:
     source = TaskSource(
         path=config.path, eval_path=config.eval_path, train_split=config.train_split, eval_split=config.eval_split
     )
-    return constructor(source, **config.options)
+    task = constructor(source, **config.options)
+    needed = ("prompts",) if config.system_prompt is not None else ("prompts", "system_prompt")
+    if missing := [name for name in needed if not hasattr(task, name)]:
+        raise ValueError(f"{config.name}: {task!r:.80} is no task: it lacks {', '.join(missing)} (docs/tasks.md)")
+    return task
 
 
 def task_options(name: str) -> Mapping[str, inspect.Parameter]:

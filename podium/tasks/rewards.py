@@ -106,14 +106,15 @@ def make_reward(
     graded: Graded,
     options: RewardOptions,
     *,
-    correct: float,
+    correct: float | None,
     own: Mapping[str, Part] | None = None,
     timed_out: bool = False,
 ) -> Reward:
     """Combine a completion's `correct` part and the values of the user's functions to its reward.
 
-    `correct` is always among the parts. If the task uses a function's value as correctness, it is that value, clipped
-    to 0 to 1; if that function does not apply to the prompt, the next function that does is used; 0 if none applies.
+    `correct` is always among the parts; None, where it does not apply, is 0 there and not in the sum. If the task uses
+    a function's value as correctness, it is that value, clipped to 0 to 1; if that function does not apply to the
+    prompt, the next function that does is used; 0 if none applies.
     """
     own = own or {}
     names = [name for name in task.rewards if name in own or name in TEXT_REWARDS]
@@ -122,15 +123,16 @@ def make_reward(
     if task.correct != "correct":
         applying = [parts[name] for name in (task.correct, *own) if name in parts]
         correct = min(1.0, max(0.0, applying[0])) if applying else 0.0
-    parts |= {name: judge(graded, options, correct) for name, judge in GRADED_REWARDS.items() if name in task.rewards}
-    parts = {"correct": correct, **parts}
-    paid = [weight * parts[name] for name, weight in task.rewards.items() if name in parts]
-    total = sum(paid) if paid else math.nan
+    known = correct or 0.0
+    parts |= {name: judge(graded, options, known) for name, judge in GRADED_REWARDS.items() if name in task.rewards}
+    counted = parts if correct is None else {"correct": correct, **parts}
+    weights = {name: weight for name, weight in task.rewards.items() if name in counted}
+    total = sum(weight * counted[name] for name, weight in weights.items()) if weights else math.nan
     timed_out = timed_out or any(part.timed_out for part in own.values())
     return Reward(
         total=total,
-        parts={label(name): value for name, value in parts.items()},
-        weights={label(name): weight for name, weight in task.rewards.items() if name in parts},
+        parts={label(name): value for name, value in {"correct": known, **parts}.items()},
+        weights={label(name): weight for name, weight in weights.items()},
         timed_out=timed_out,
     )
 

@@ -83,8 +83,8 @@ class Reward:
 
     @property
     def failed(self) -> bool:
-        """Whether there is no reward: the conversation failed for a reason that is not the model's, or nothing could
-        grade the answer.
+        """Whether the reward is missing, because the conversation failed for a reason that is not the model's, or
+        nothing could grade the answer.
         """
         return math.isnan(self.total)
 

@@ -99,6 +99,7 @@ class Parent:
     def __init__(self, connection: int, lifeline: int) -> None:
         """Connect to the trainer. This process then ends when the trainer does, and ignores SIGINT and SIGTERM."""
         self._channel = join_parent(connection, lifeline)
+        self._pid = os.getpid()
         self._sending = threading.Lock()
 
     def setup(self) -> Any:
@@ -168,6 +169,10 @@ class Parent:
         self._send_pickled(pickle.dumps(message))
 
     def _send_pickled(self, data: bytes) -> None:
+        if (
+            os.getpid() != self._pid
+        ):  # a user's code has forked, and its child has gone on behind it: one answer is given
+            os._exit(0)
         with self._sending, contextlib.suppress(EOFError):  # the trainer has ended, which `_asked` notices
             self._channel.send(data)
 

@@ -22,12 +22,13 @@ from podium.observe.text import shown
 from podium.rollout.request import RolloutStats
 from podium.run.answering import evaluation_sampling
 from podium.run.resolve import resolve_recipe, resolve_rollout, resolve_update
+from podium.run.run_spec import AnswerSettings
 from podium.sampling.feed import request_seed
 from podium.sampling.groups import Group
 from podium.sampling.prompt_lengths import check_prompt_lengths, with_prompt_tokens
-from podium.sampling.sampler import AnswerSettings, FailingEnvironmentError, Sampler
+from podium.sampling.sampler import FailingEnvironmentError, Sampler
 from podium.tasks.mixture import TaskPrompt
-from podium.train.reward_models import load_reward_models
+from podium.train.grading_models import load_grading_models
 from podium.train.setup import Model, load_parts, make_model
 
 Z_95 = 1.959963984540054
@@ -42,10 +43,12 @@ class Evaluation:
 
     stats: EvaluationStats
     groups: dict[str, list[Group]]
-    """The answers by task: the greedy ones if there are any, otherwise the sampled ones."""
+    """The answers by task: greedy answers if there are any, otherwise sampled ones."""
 
     def records(self, step: int, *, questions: int | None = SHOWN_QUESTIONS) -> list[SampleRecord]:
-        """Lines of samples.jsonl for the first questions of each task (None: all), the same in every evaluation."""
+        """Lines of samples.jsonl for the first `questions` questions of each task (None: all), which are the same in
+        every evaluation.
+        """
         return [
             sample_record(
                 step,
@@ -60,9 +63,9 @@ class Evaluation:
 
 
 def evaluate(rollouts: Sampler) -> Evaluation:
-    """Answer the evaluation questions of every task, as set in `eval`, with the loaded weights.
+    """Answer the evaluation questions of every task with the loaded weights, as set in `eval`.
 
-    Seeds depend only on the question's number, so two evaluations of the same weights are equal.
+    Seeds depend only on the question's index, so two evaluations of the same weights are equal.
     """
     start, config = time.perf_counter(), rollouts.spec.evaluation
     tasks: dict[str, TaskScores] = {}
@@ -87,9 +90,9 @@ def task_scores(greedy: Sequence[Group], sampled: Sequence[Group], *, questions:
     """Accuracy of greedy answers (or else of sampled ones), avg@k and pass@k, with 95 % intervals.
 
     Args:
-        greedy: one answer to each question that fits; or empty.
-        sampled: k answers to each question that fits; or empty.
-        questions: number of all questions; those missing above were too long to ask, and count as wrong.
+        greedy: one answer to each question that fits; may be empty.
+        sampled: k answers to each question that fits; may be empty.
+        questions: number of all questions; those without answers were too long to ask, and count as wrong.
     """
     answered = greedy or sampled
     answers = [answer for group in answered for answer in group.transcripts]
@@ -121,10 +124,10 @@ def task_scores(greedy: Sequence[Group], sampled: Sequence[Group], *, questions:
 
 
 def pass_rates(correct: np.ndarray) -> np.ndarray:
-    """For each j from 1 to k, the probability that j of a question's k answers hold a right one, [k, n].
+    """For each j from 1 to k, the probability that at least one of j answers is right, [k, n].
 
-    The unbiased estimate 1 - C(k - c, j) / C(k, j) of pass@j, with c right answers (arXiv:2107.03374). `correct` is [n,
-    k]; an answer is right from 1 on.
+    The unbiased estimate 1 - C(k - c, j) / C(k, j) of pass@j, for a question with c right answers out of k
+    (arXiv:2107.03374). `correct` is [n, k]; an answer is right if its value is at least 1.
     """
     _, k = correct.shape
     wrong = np.sum(correct < 1.0, axis=1).tolist()
@@ -145,7 +148,8 @@ def opened_rollouts(
 ) -> Iterator[tuple[Model, Sampler]]:
     """Open the sampling and grading of a config without a trainer; its weights are not loaded yet.
 
-    Training prompts are asked, or evaluation questions, or both. `announce` is called with a line about their lengths.
+    It answers training prompts if `trains`, and evaluation questions if `evaluates`. `announce` is called with a line
+    about their lengths.
     """
     recipe = resolve_recipe(config)
     config, line = with_prompt_tokens(config, recipe, trains=trains, evaluates=evaluates)
@@ -154,7 +158,7 @@ def opened_rollouts(
     model = make_model(config)
     update = resolve_update(config, recipe, model.machine, model.mesh.shape)
     spec = resolve_rollout(config, recipe, model.decoder, model.machine)
-    models = load_reward_models(spec, update, model.mesh)
+    models = load_grading_models(spec, update, model.mesh)
     with contextlib.closing(Sampler(spec, model.decoder, model.tokenizer, model.mesh, scorers=models)) as rollouts:
         yield model, rollouts
 
@@ -176,7 +180,8 @@ def evaluate_weights(config: Config, run: Fork | None) -> tuple[Evaluation, int 
 
 
 def evaluate_command(config: Config, *, run: Fork | None, as_json: bool, show: int = 0, out: Path | None = None) -> int:
-    """`podium eval`: evaluate a run's weights, or the config's model, on the config's tasks; returns the exit status.
+    """Run `podium eval`: evaluate a run's weights, or the config's model, on the config's tasks. Returns the exit
+    status.
 
     Prints a table or one JSON object, and the first `show` answers of each task to stderr; writes all answers to `out`,
     in the format of samples.jsonl.
@@ -213,12 +218,12 @@ def _print_answer(record: SampleRecord) -> None:
 
 
 def _correct(groups: Sequence[Group]) -> np.ndarray:
-    """The `correct` part of each answer, [n, k], clipped to 0 to 1: an environment may pay anything."""
+    """The `correct` part of each answer, [n, k], clipped to 0..1, because an environment's reward can be any number."""
     return np.clip([[reward.parts["correct"] for reward in group.rewards] for group in groups], 0.0, 1.0)
 
 
 def _scores(groups: Sequence[Group]) -> dict[str, float]:
-    """The mean of each part of the reward but `correct`, over the answers that have it."""
+    """The mean of each part of the reward except `correct`, over the answers that have the part."""
     rewards = [reward for group in groups for reward in group.rewards]
     names = dict.fromkeys(name for reward in rewards for name in reward.parts if name != "correct")
     return {name: float(np.mean([each.parts[name] for each in rewards if name in each.parts])) for name in names}
@@ -235,11 +240,11 @@ def _answers(
     asked = [each for each in encoded if each is not None]
     if not asked:
         raise ValueError(f"{task}: no evaluation question fits in rollout.max_prompt_tokens; raise it")
-    sampling = evaluation_sampling(rollouts.spec.sampling, rollouts.spec.evaluation, greedy=greedy)
+    sampling = evaluation_sampling(rollouts.spec.training.sampling, rollouts.spec.evaluation, greedy=greedy)
     groups, stats = rollouts.answer(asked, AnswerSettings(sampling=sampling, completions=completions))
     if any(transcript.finish_reason == "failed" for group in groups for transcript in group.transcripts):
         raise FailingEnvironmentError(
-            f"{task}: a conversation failed in an evaluation, which would not be whole without it:\n"
-            f"{rollouts.held.failures[0].rstrip()}\nMend the environment, then continue the run"
+            f"{task}: a conversation failed during an evaluation, which cannot be completed without "
+            f"it:\n{rollouts.held.failures[0].rstrip()}\nFix the environment, then continue the run"
         )
     return groups, stats

@@ -26,7 +26,7 @@ REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class PushError(ValueError):
-    """The hub rejected the upload or could not be reached; the folder is written."""
+    """The hub rejected the upload or could not be reached; the folder itself is complete."""
 
 
 def export_run(
@@ -46,7 +46,7 @@ def export_run(
     the `user/name` on the hub to upload the folder to, `private` or public.
 
     Raises:
-        ValueError: there is no such checkpoint, it is damaged, `folder` is not empty, the hub rejects the upload, or
+        ValueError: the checkpoint does not exist or is damaged, `folder` is not empty, the hub rejects the upload, or
             there is no adapter to merge.
     """
     if push is not None and not REPOSITORY.fullmatch(push):
@@ -67,7 +67,7 @@ def export_run(
         (folder / "README.md").write_text(card, encoding="utf-8")
     print(f"{fork.run}@{written} -> {folder}: {loads} loads it")
     if adapter and not base_of(model.source).same_weights:
-        print(f"others do not have its base model, {name_for_others(model.source)}: give them that too")
+        print(f"its base model is local: to use the adapter elsewhere, also copy {name_for_others(model.source)}")
     if push is not None:
         print(f"uploaded: {_upload(folder, push, private=private)}")
     return 0
@@ -83,7 +83,7 @@ def _save(model: Model, fork: Fork, folder: Path, dtype: Literal["bfloat16", "fl
         )
         return f"PeftModel.from_pretrained(model, {str(folder)!r})"
     if merge and lora is None:
-        raise ValueError(f"{fork.run} was trained without lora: there is nothing to merge; leave --merge out")
+        raise ValueError(f"{fork.run} was trained without lora, so it has no adapter to merge; leave out --merge")
     params, decoder = load_weights(model, fork), dataclasses.replace(model.decoder, lora=None)
     params = merged_model(params, lora.scale, jnp.dtype(dtype)) if lora is not None else params
     save_model(params, decoder, model.tokenizer, folder, dtype=dtype)
@@ -93,7 +93,7 @@ def _save(model: Model, fork: Fork, folder: Path, dtype: Literal["bfloat16", "fl
 def merged_model(params: Params, scale: float, dtype: jnp.dtype) -> Params:
     """A model's weights with its adapters merged; the layers' weights are in `dtype`, rounded once.
 
-    Matrices that were stored as codes are the values of their codes, on which the adapters were trained.
+    Quantised matrices are dequantised first, since the adapters were trained on the dequantised values.
     """
 
     def layer(carry: None, weights: Params) -> tuple[None, Params]:
@@ -125,6 +125,6 @@ def _upload(folder: Path, repository: str, *, private: bool) -> str:
         status = getattr(getattr(error, "response", None), "status_code", None)
         token = "set HF_TOKEN to a token that may write there, or run `hf auth login`; " if status in (401, 403) else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        what = "the hub rejected it" if status is not None else "the hub was not reached"
+        what = "the hub rejected it" if status is not None else "the hub could not be reached"
         raise PushError(f"--push {repository}: {what} ({reason}); {token}{later}") from error
     return str(url)

@@ -7,27 +7,27 @@ from pathlib import Path
 from podium.config.schema import Config
 from podium.files import as_path, to_json
 from podium.hosts.same_inputs import model_files
+from podium.run.run_spec import AnswerSettings
 from podium.sampling.feed import request_seed
-from podium.sampling.sampler import AnswerSettings, FailingEnvironmentError, Sampler
+from podium.sampling.sampler import FailingEnvironmentError, Sampler
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.pass_rates import Measured, PassRate, PassRates, digest_of, read_pass_rates
 from podium.train.evaluate import opened_rollouts
 from podium.train.setup import Model, load_parts
 
 PROMPTS_AT_ONCE = 256
-"""Prompts whose answers are drawn and stored together: what an interruption loses."""
+"""Prompts whose answers are sampled and stored together; an interruption loses at most these."""
 
 
 def filter_command(config: Config) -> int:
-    """`podium filter`: measure, and print what the filter keeps of each task; returns the exit status.
+    """Run `podium filter`: measure, and print how many prompts of each task the filter keeps. Returns the exit status.
 
-    Raises ValueError if the config has no filter, or its file is of something else.
+    Raises ValueError if the config has no filter, or if its file was measured with something else.
     """
     chosen = config.data.filter
     if chosen is None:
         raise ValueError(
-            "data.filter is not set, so nothing says where to store what is measured; set data.filter.file, such as"
-            " pass_rates.jsonl"
+            "data.filter is not set, so the result cannot be stored; set data.filter.file, such as pass_rates.jsonl"
         )
     asked = config.model_copy(update={"data": config.data.model_copy(update={"filter": None})})
     with opened_rollouts(asked, print, trains=True, evaluates=False) as (model, rollouts):
@@ -42,12 +42,13 @@ def filter_command(config: Config) -> int:
 
 
 def measure(model: Model, rollouts: Sampler, path: Path, samples: int) -> PassRates:
-    """Draw `samples` answers to every training prompt, and store the shares of right answers in a file.
+    """Sample `samples` answers to every training prompt, and store the shares of right answers in a file.
 
-    If an interruption left a file, only the prompts that it lacks are answered. Prints a line after every
-    PROMPTS_AT_ONCE prompts. Raises ValueError if the file is of another model, other data or another number of samples.
+    If a file from an interrupted run exists, only the prompts that are missing in it are answered. Prints a line after
+    every PROMPTS_AT_ONCE prompts. Raises ValueError if the file was measured with another model, other data or another
+    number of samples.
     """
-    tasks, sampling = rollouts.feed.tasks, rollouts.spec.sampling
+    tasks, sampling = rollouts.feed.tasks, rollouts.spec.training.sampling
     for line in rollouts.check(tasks.first_prompts()):
         print(line)
     prompts = tasks.train_prompts()
@@ -80,7 +81,9 @@ def measure(model: Model, rollouts: Sampler, path: Path, samples: int) -> PassRa
 
 
 def _begun(path: Path, measured: Measured) -> PassRates:
-    """What a file holds already; without one, a new file. Raises ValueError if it is of something else."""
+    """Read the shares that a file already contains, or create it. Raises ValueError if it was measured with something
+    else.
+    """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(to_json(measured) + "\n", encoding="utf-8")
@@ -96,7 +99,7 @@ def _begun(path: Path, measured: Measured) -> PassRates:
 def _rates(
     rollouts: Sampler, label: str, part: Sequence[tuple[int, TaskPrompt]], settings: AnswerSettings
 ) -> list[PassRate]:
-    """The share of right answers of prompts, which are numbered within their task; 0 of those that are too long."""
+    """The share of right answers to each prompt, numbered within the task; 0 for prompts that are too long."""
     seed = rollouts.spec.prompts.seed
     encoded = [rollouts.feed.encode(prompt, request_seed(seed, f"filter {label}", n)) for n, prompt in part]
     groups, _ = rollouts.answer([each for each in encoded if each is not None], settings)
@@ -106,8 +109,8 @@ def _rates(
         right = 0.0 if asked is None else next(answered).correct
         if right is None:
             raise FailingEnvironmentError(
-                f"{label}: no answer to prompt {prompt.prompt.id} could be graded, through no fault of the model; mend"
-                " its environment or reward function, then measure on with the same command"
+                f"{label}: no answer to prompt {prompt.prompt.id} could be graded, through no fault of the model; fix "
+                "its environment or reward function, then run the same command again to continue"
             )
         lines.append({"task": label, "prompt": prompt.prompt.id, "right": right})
     return lines

@@ -1,4 +1,4 @@
-"""The state that a run starts from: of its models, or of another run's checkpoint."""
+"""The state that a run starts from: its models, or another run's checkpoint."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -33,16 +33,16 @@ POLICY = "policy"
 
 
 class Weights(Protocol):
-    """Gives the weights of a run's models before its first step, on the devices that train them."""
+    """Loads the weights of a run's models before its first step onto the devices that train them."""
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of these devices."""
+        """The mesh of the devices that train the models."""
         ...
 
     @property
     def frozen(self) -> Params:
-        """Those of the policy that no update changes; with LoRA its base, otherwise none."""
+        """The policy's weights that updates do not change: with LoRA the base model's, otherwise none."""
         ...
 
     @property
@@ -51,16 +51,18 @@ class Weights(Protocol):
         ...
 
     def trained(self) -> Params:
-        """Those of the policy that updates change; new arrays in every call."""
+        """The policy's weights that updates change; each call returns new arrays."""
         ...
 
     def of(self, role: Role) -> Params:
-        """Those of a model beside the policy; new arrays in every call, unless they are the policy's frozen ones."""
+        """The weights of another model of the run; each call returns new arrays, unless they are the policy's frozen
+        weights.
+        """
         ...
 
 
 def make_optimizers(spec: RunSpec) -> dict[str, optax.GradientTransformation]:
-    """The optimizers of the policy (POLICY) and of the other trained models, by the name of their role."""
+    """The optimizers of the policy (POLICY) and of the other trained models, by role name."""
     made = {POLICY: make_run_optimizer(spec.optimizer, spec.decoder)}
     for role in spec.scoring_models:
         if role.learning is not None:
@@ -74,11 +76,11 @@ class Origin(NamedTuple):
     spec: RunSpec
     weights: Weights
     optimizers: Mapping[str, optax.GradientTransformation]
-    """Of `make_optimizers`."""
+    """The result of `make_optimizers`."""
 
     @property
     def changing(self) -> list[Role]:
-        """The models beside the policy that change in training."""
+        """The models other than the policy that change in training."""
         return [role for role in self.spec.scoring_models if role.changes]
 
     def abstract(self) -> TrainState:
@@ -96,9 +98,9 @@ class Origin(NamedTuple):
     def forked(self, fork: Fork, recipe: str, say: Callable[[str], None]) -> tuple[TrainState, HostState]:
         """The first state of a run that starts from the weights of another run's checkpoint.
 
-        It takes the optimizer's moments too if both runs have the same recipe, or both train a further model. Moments
-        of another loss would keep moving the weights in its direction for about ten steps. A model that only this run
-        trains, one that follows the policy, and adapted coefficients begin anew.
+        The optimizer's moments are taken over too if both runs have the same recipe, and a further model's moments if
+        both runs train that model. Moments of another loss would keep moving the weights in its direction for about ten
+        steps. A model that only this run trains, a model that follows the policy, and adapted coefficients start fresh.
 
         Args:
             fork: the run and its step.
@@ -106,10 +108,10 @@ class Origin(NamedTuple):
             say: prints a line.
 
         Returns:
-            The state, and the host state: `versions`, and the input of `Position.read`.
+            The state, and the host state: `versions`, and the argument of `Position.read`.
 
         Raises:
-            CheckpointError: there is no such step, it is damaged, or it belongs to another model or optimizer.
+            CheckpointError: the step does not exist, is damaged, or belongs to another model or optimizer.
         """
         names, its_recipe = saved_names(fork.checkpoints, fork.step), from_leader(lambda: recipe_of(fork))
         learned = {name.partition(".")[0] for name in names} & self.optimizers.keys()
@@ -118,7 +120,7 @@ class Origin(NamedTuple):
             state, saved = restore_state(fork.checkpoints, fork.step, whole, base=self.weights.base)
             state = restarted(state)
         else:
-            say(f"{fork.run} had recipe {its_recipe}: its weights are taken, and the optimizer begins again")
+            say(f"{fork.run} had recipe {its_recipe}: its weights are taken, and the optimizer starts fresh")
             abstract = self._abstract_params(self.spec.decoder)
             params, saved = restore_params(fork.checkpoints, fork.step, abstract, base=self.weights.base)
             state = init_state(params, self.optimizers[POLICY])
@@ -126,7 +128,7 @@ class Origin(NamedTuple):
         return self._completed(dataclasses.replace(state, models=kept)), _begun_again(saved)
 
     def _abstract(self, name: str, decoder: DecoderConfig) -> ModelState:
-        """The abstract state of a model: a trained one's, or else its weights."""
+        """The abstract state of a model: a training state if it is trained, otherwise its weights."""
         params = self._abstract_params(decoder)
         return abstract_state(params, self.optimizers[name]) if name in self.optimizers else cast(Params, params)
 
@@ -134,16 +136,18 @@ class Origin(NamedTuple):
         return abstract_params(trained_specs(decoder), jnp.float32, ShardingRules(self.weights.mesh, TRAIN_AXES))
 
     def _as_saved(self, names: list[str]) -> TrainState:
-        """The abstract state with the models and coefficients that a saved step of arrays with these names has."""
+        """The abstract state with only the models and coefficients that a saved step has, given the names of its
+        arrays.
+        """
         abstract = self.abstract()
         coefs = [name.removeprefix("coefs.") for name in names if name.startswith("coefs.")]
         others = {name.partition(".")[0] for name in names} - {"step", "opt_state", "coefs"}
-        # A model that this run does not train followed the policy, and is stored as the policy is.
+        # A model that follows the policy in this run was stored like the policy.
         models = {name: abstract.models[name] if name in self.optimizers else abstract.params for name in others}
         return dataclasses.replace(abstract, models=models, coefs=abstract_coefs(abstract.params, coefs))
 
     def _completed(self, state: TrainState) -> TrainState:
-        """The state with those models that it lacks as they begin, and with the coefficients of the config."""
+        """Add models and coefficients that the state lacks, with their initial values from the config."""
         models = dict(state.models)
         for role in self.changing:
             if role.name not in models:
@@ -154,8 +158,8 @@ class Origin(NamedTuple):
 
 
 def _begun_again(saved: HostState) -> HostState:
-    """The host state of a forked run as the start of another, whose settings may differ."""
-    begun = (each["number"] for each in saved.pop("in_flight", ()))  # they start from their prompts
+    """Convert the host state of a forked run to the start of a new run, whose settings may differ."""
+    begun = (each["number"] for each in saved.pop("in_flight", ()))  # they restart from their prompts
     saved["cursor"] = min(begun, default=saved["cursor"])
     saved.pop("curriculum", None)
     saved.pop("retired", None)

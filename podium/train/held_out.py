@@ -1,4 +1,6 @@
-"""Rewards of held-out preferences: how well the policy tells chosen from rejected completions it does not train on."""
+"""Rewards of held-out preferences: how well the policy tells chosen from rejected completions of rows that it is not
+trained on.
+"""
 
 from collections.abc import Sequence
 
@@ -15,11 +17,11 @@ from podium.train.trainer import Trainer
 
 
 def held_out_preferences(feed: Feed, spec: RunSpec, trainer: Trainer, state: TrainState) -> PreferenceStats:
-    """Score the evaluation rows of all tasks that fit, as many as `eval.questions` of each, under policy and reference.
+    """Score evaluation rows, up to `eval.questions` of each task; rows that are too long are skipped.
 
-    Nothing is sampled; batches are no larger than those of updates, so no program is compiled again.
+    Nothing is sampled. Batches are no larger than in updates, so no program is compiled again.
 
-    Raises ValueError if no row fits, or one is no preference that fits.
+    Raises ValueError if no row fits, or if a row is not a preference.
     """
     encoded = [
         feed.encode(prompt, request_seed(spec.rollout.prompts.seed, f"eval {task}", index))
@@ -40,7 +42,9 @@ def held_out_preferences(feed: Feed, spec: RunSpec, trainer: Trainer, state: Tra
 
 
 def preference_stats(recipe: Recipe, groups: Sequence[Group], ratios: Sequence[float]) -> PreferenceStats:
-    """The rewards beta x log-ratio of groups of preferences; `ratios` has one number for each of their completions."""
+    """Statistics of the rewards beta x log-ratio of preferences; `ratios` has one log-ratio per completion of
+    `groups`.
+    """
     beta = recipe.loss_options.get("beta", LOSSES[recipe.loss].options["beta"])
     chosen = np.array([reward.total > 0 for group in groups for reward in group.rewards])
     rewards = beta * np.array(ratios)

@@ -1,6 +1,6 @@
-"""A model beside the policy that is trained, such as a critic: its programs, and its updates of a step.
+"""Trains a model other than the policy: its compiled programs, and its updates in a step.
 
-`TrainState.models` has its state, under the name of its role.
+The model's state is in `TrainState.models` under its role name.
 """
 
 import time
@@ -21,11 +21,11 @@ from podium.train.step import CompiledScore, CompiledTrainStep, Metrics, TrainSe
 
 
 class DivergedError(ValueError):
-    """An update produced NaN or infinity; the message says which, and the way out."""
+    """An update produced NaN or infinity; the message names the update and what to do."""
 
 
 class Learner(NamedTuple):
-    """A model beside the policy that scores tokens with the rewards to come, and learns them."""
+    """A trained model other than the policy, which estimates the future reward at each token."""
 
     role: Role
     score: CompiledScore
@@ -33,13 +33,13 @@ class Learner(NamedTuple):
 
     @property
     def spec(self) -> LearningSpec:
-        """How it is trained."""
+        """How the model is trained."""
         assert self.role.learning is not None, "it is trained"
         return self.role.learning
 
 
 def make_learner(role: Role, settings: TrainSettings, optimizer: optax.GradientTransformation) -> Learner:
-    """Make the programs of a trained role; each is compiled on first use. `settings` are the trainer's."""
+    """Make the programs of a trained role; each is compiled on first use. `settings` are those of the trainer."""
     assert role.learning is not None, "it is trained"
     step = make_value_step(role_settings(role, settings), optimizer, clip=role.learning.clip)
     return Learner(role, make_role_program(role, settings), step)
@@ -48,9 +48,10 @@ def make_learner(role: Role, settings: TrainSettings, optimizer: optax.GradientT
 def update_learner(
     learner: Learner, state: TrainState, batches: Sequence[Batch[jax.Array]], step: int, *, minibatches: int
 ) -> tuple[TrainState, LearnerStats | None]:
-    """Run a learner's updates of a step; each step owns a share of its schedule, as for the policy.
+    """Run a learner's updates in one step. Each step covers an equal share of the learning rate schedule, as for the
+    policy.
 
-    The state is the learner's own, and is donated; without batches it is returned unchanged, with None.
+    `state` is the learner's state, and is donated; without batches it is returned unchanged, with None as statistics.
 
     Raises:
         DivergedError: the loss or the gradient is not finite.

@@ -31,11 +31,11 @@ def train(
     on_step: OnStep = unheard,
     profile: Window | None = None,
 ) -> int:
-    """Train, or continue a run that was stopped; returns the exit status of `podium train`.
+    """Train a new run, or continue a stopped one; returns the exit status of `podium train`.
 
     Args:
         config: the run's settings, including its name.
-        recipe: that of the settings, if they were checked already; unset: resolved here.
+        recipe: the config's recipe if it was resolved already; None: resolve it here.
         fork: the run and step whose checkpoint a new run starts from.
         plain: print lines instead of the live view.
         job: the job that this process belongs to; unset: none.
@@ -55,11 +55,11 @@ def train(
         with opened as (run, state, done):
             done = run_steps(run, state, done)
             summarise(run)
-            status = run.around.stop.exit_code  # of all processes, which are still connected here
-    except SystemExit as error:  # or else the run would seem to be done
+            status = run.around.stop.exit_code  # agreed on by all processes, which are still connected here
+    except SystemExit as error:  # otherwise the run would seem complete
         raise RuntimeError(
-            f"code that the config names, such as a task or an advantage, or on_step, called sys.exit({error.code!r}),"
-            " which would end the run; let it raise its own error"
+            "code that the config names, such as a task or an advantage, or on_step, called "
+            f"sys.exit({error.code!r}), which would end the run; raise an exception instead"
         ) from error
     why = job.notice.text or f"stopped by signal {status - 128}"
     stopped = f"{why} after step {done}, which is saved"
@@ -70,11 +70,11 @@ def train(
 def run_steps(run: RunParts, state: TrainState, done: int) -> int:
     """Train from step `done` to the last one, or until a stop is requested; returns the number of steps done and saved.
 
-    `state` is the state after `done` steps; it is donated. Whatever ends the loop, the newest whole step is saved.
+    `state` is the state after `done` steps; it is donated. However the loop ends, the newest complete step is saved.
 
     Raises:
         DivergedError: an update produced NaN or infinity.
-        SamplerGapError: a step's gap is above `rollout.max_logprob_gap`.
+        SamplerGapError: a step's log-probability gap is above `rollout.max_logprob_gap`.
         CheckpointError: a checkpoint cannot be written.
     """
     spec, around, saving = run.spec, run.around, run.saving
@@ -87,23 +87,23 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
             run.profiler.begin(step + 1)
             run.recorder.begin_step(checkpoint_s)
             around.phase("rollout")
-            made = source.next(spec.prompts_per_step)  # completions, rewards; refills inside
+            made = source.next(spec.prompts_per_step)  # completions and rewards, with refills
             around.phase("update")
             rollouts.unload()  # free the rollout weights; the update needs the memory
             batches, batched = trainer.prepare(state, made.groups, made.demonstrations)  # samples, scores, advantages
-            state, updated = trainer.update(state, batches, step, charged=batched.reward_kl)
+            state, updated = trainer.update(state, batches, step, penalty=batched.penalty)
             done = step + 1
             saving.reached(done, state, rollouts.position)
             evaluates = evaluation_due(spec, done)
             sync_s = rollouts.load(state.params, version=done) if evaluates or source.draws else 0.0
-            run.recorder.write(done, made.groups, made.stats, batched, updated, sync_s, made.environments)
+            run.recorder.write(done, made, batched, updated, sync_s)
             run.profiler.end(done)
             score = evaluate_now(run, state, done) if evaluates else None
             stopping = around.stop.requested is not None
             checkpoint_s = saving.after_step(score=score, last=stopping or done == spec.steps)
             if stopping:
                 break
-    except Interrupted:  # in a rollout: the previous step is done; a resumed run repeats an interrupted evaluation
+    except Interrupted:  # during a rollout: the last step is complete; an interrupted evaluation is repeated
         saving.save_newest()
     except BaseException as error:
         if (line := saving.rescue(error)) is not None:
@@ -113,9 +113,9 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
 
 
 def evaluate_at_start(run: RunParts, state: TrainState, done: int) -> None:
-    """Evaluate a new run's initial model; in a resumed run, make up for an evaluation that was due and not recorded."""
+    """Evaluate a new run's initial model; in a resumed run, catch up on an evaluation that was due but not recorded."""
     if not done:
-        if run.spec.evaluation.at_start:
+        if run.spec.rollout.evaluation.at_start:
             evaluate_now(run, state, done)
         return
     run.around.say(f"continuing after step {done}")
@@ -126,13 +126,13 @@ def evaluate_at_start(run: RunParts, state: TrainState, done: int) -> None:
 
 
 def evaluation_due(spec: RunSpec, step: int) -> bool:
-    """Whether the weights after this step should be evaluated."""
-    every = spec.evaluation.every_steps
-    return bool((every and step % every == 0) or (step == spec.steps and spec.evaluation.at_end))
+    """Whether an evaluation is due after this step."""
+    every = spec.rollout.evaluation.every_steps
+    return bool((every and step % every == 0) or (step == spec.steps and spec.rollout.evaluation.at_end))
 
 
 def evaluate_now(run: RunParts, state: TrainState, step: int) -> float:
-    """Evaluate the loaded weights, which are `state`'s, record the result, and return the accuracy."""
+    """Evaluate the loaded weights, which must be those of `state`; record the result and return the accuracy."""
     run.around.phase("evaluation")
     evaluation = evaluate(run.rollouts)
     if run.spec.recipe.preferences:

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from podium.algorithms.recipes import Recipe
+from podium.config.attention_blocks import slower_decode
 from podium.config.lora import FULL_RATE, LORA_RATE
 from podium.config.schema import Config
 from podium.hosts.distributed import failing_fast, from_leader, joined
@@ -35,12 +36,13 @@ from podium.train.checkpoints.checkpoint import Checkpointer
 from podium.train.checkpoints.saving import SaveTimer, Saving
 from podium.train.checkpoints.step_files import newest_whole_step
 from podium.train.first_state import POLICY, Origin, make_optimizers
+from podium.train.grading_models import GradingModel, load_grading_models
 from podium.train.profile import Profiler, Window
 from podium.train.recorder import OnStep, PlanCheck, Recorder
-from podium.train.reward_models import RewardModel, load_reward_models
 from podium.train.scorers import LoadedRole, OwnPrompts
-from podium.train.setup import Model, StoredWeights, make_model, make_role_model, make_train_settings, run_spec
+from podium.train.setup import Model, StoredWeights, make_model, make_role_model, run_spec
 from podium.train.state import TrainState
+from podium.train.step import TrainSettings
 from podium.train.surroundings import Surroundings, open_run_dir, open_surroundings
 from podium.train.trainer import Trainer
 
@@ -58,7 +60,7 @@ class RunParts:
     saving: Saving
     profiler: Profiler
     resources: contextlib.ExitStack
-    """Closes the run's own resources: services, the last checkpoint, graders, the engine."""
+    """Closes what the run opened: services, the last checkpoint, graders, the engine."""
 
 
 @contextlib.contextmanager
@@ -78,7 +80,7 @@ def open_run(
     Arguments as for `train`.
 
     Raises:
-        ValueError: something named in the config is unusable; the message says what, and the way out.
+        ValueError: something named in the config is unusable; the message says what, and what to do.
     """
     with joined(job), contextlib.ExitStack() as stack:
         run_dir = stack.enter_context(open_run_dir(run_home(config.runs_dir, config.name), config.document(), fork))
@@ -89,14 +91,14 @@ def open_run(
         beside = {role.name: make_role_model(role, policy) for role in spec.scoring_models}
         if check is not None and (line := check.begin(spec, run_dir.path if jax.process_index() == 0 else None)):
             around.say(line)
-        graders = load_reward_models(spec.rollout, spec.update, policy.mesh)
+        graders = load_grading_models(spec.rollout, spec.update, policy.mesh)
         rollouts = resources.enter_context(contextlib.closing(open_sampler(spec, policy, graders, around)))
         source = make_source(spec, rollouts)
-        # Before the weights are read and anything is compiled, so that bad data is reported early.
+        # Before weights are read and programs are compiled, so that bad data is reported early.
         check_inputs(policy, beside, graders, rollouts)
         check_data(spec, rollouts, around)
         origin = Origin(spec, StoredWeights(policy, beside, around.say), make_optimizers(spec))
-        if source.draws:  # else only evaluations sample, if there are any
+        if source.draws:  # otherwise only evaluations sample, if there are any
             rollouts.compile_ahead()
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, around.say, job.watchdog.beat))
         saving = resources.enter_context(open_saving(origin, rollouts.feed, around))
@@ -126,7 +128,7 @@ def open_run(
 def open_policy(config: Config, recipe: Recipe | None, around: Surroundings) -> tuple[Model, RunSpec]:
     """Prepare the model that is trained, and resolve the run for this machine.
 
-    `recipe` is that of the config, if it was checked already.
+    `recipe` is the config's recipe if it was resolved already.
     """
     prepare_platform()
     machine = this_machine()
@@ -144,8 +146,8 @@ def open_policy(config: Config, recipe: Recipe | None, around: Surroundings) -> 
     return policy, spec
 
 
-def open_sampler(spec: RunSpec, policy: Model, graders: Sequence[RewardModel], around: Surroundings) -> Sampler:
-    """Start what answers and grades the run's prompts."""
+def open_sampler(spec: RunSpec, policy: Model, graders: Sequence[GradingModel], around: Surroundings) -> Sampler:
+    """Start the sampler, which answers and grades the run's prompts."""
     return Sampler(
         spec.rollout,
         policy.decoder,
@@ -159,16 +161,18 @@ def open_sampler(spec: RunSpec, policy: Model, graders: Sequence[RewardModel], a
 
 
 def make_source(spec: RunSpec, rollouts: Sampler) -> Source:
-    """Where the groups of the run's steps come from."""
+    """Make the source of the groups that the run trains on."""
     if spec.recipe.demonstrations:
         return Demonstrations(rollouts.feed, spec.rollout, spec.recipe.data_form)
     return rollouts
 
 
-def check_inputs(policy: Model, beside: Mapping[str, Model], graders: Sequence[RewardModel], rollouts: Sampler) -> None:
-    """Check that all hosts read the same models and questions, and that the data is of this model.
+def check_inputs(
+    policy: Model, beside: Mapping[str, Model], graders: Sequence[GradingModel], rollouts: Sampler
+) -> None:
+    """Check that all hosts read the same models and questions, and that the data was tokenized for this model.
 
-    Raises ValueError if they do not, or it is not.
+    Raises ValueError otherwise.
     """
     others = {name: each.source for name, each in beside.items() if each.source != policy.source}
     tasks = rollouts.feed.tasks
@@ -185,11 +189,11 @@ def check_inputs(policy: Model, beside: Mapping[str, Model], graders: Sequence[R
 
 
 def check_data(spec: RunSpec, rollouts: Sampler, around: Surroundings) -> None:
-    """Check that a run's data can be asked, and graded or learned from; prints lines about it.
+    """Check that a run's data fits, and can be graded or learned from; prints lines about the data.
 
-    Raises ValueError if it cannot.
+    Raises ValueError otherwise.
     """
-    feed, evaluation = rollouts.feed, spec.evaluation
+    feed, evaluation = rollouts.feed, spec.rollout.evaluation
     if spec.recipe.demonstrations:
         check_demonstrations(feed.tasks, spec.rollout, feed.tokenizer, form=spec.recipe.data_form)
     else:
@@ -205,20 +209,16 @@ def check_data(spec: RunSpec, rollouts: Sampler, around: Surroundings) -> None:
 
 @contextlib.contextmanager
 def open_saving(origin: Origin, feed: Feed, around: Surroundings) -> Iterator[Saving]:
-    """Open the run's checkpoints; leaving the block waits for the last one."""
+    """Open the run's checkpoints; on exit, wait for the last save."""
     run_dir, job, config = around.run_dir, around.job, origin.spec.checkpoint
-
-    def begin_save() -> None:
-        around.phase("checkpoint")
-        run_dir.push()  # records first: resuming from the checkpoint needs them
 
     checkpointer = Checkpointer(
         run_dir.checkpoints,
         config,
         origin.weights.base,
-        on_save=begin_save,
+        on_save=lambda: around.phase("checkpoint"),
         beat=job.watchdog.beat,
-        records=run_dir.extents,
+        records=run_dir,
         settings=run_dir.settings,
         data=questions(feed.tasks, evaluates=False, columns=feed.columns),
     )
@@ -232,12 +232,12 @@ def open_saving(origin: Origin, feed: Feed, around: Surroundings) -> Iterator[Sa
 def load_state(
     origin: Origin, newest: int | None, checkpointer: Checkpointer, around: Surroundings, recipe: str
 ) -> tuple[TrainState, HostState, int]:
-    """The state to start from: the run's newest whole step, or else that of the forked run, or else the model.
+    """The state to start from: the run's newest complete step, or else the forked run's, or else the initial model.
 
     `recipe` is `algorithm.recipe` of the config.
 
     Returns:
-        The state, the host state (`versions`, and the input of `Position.read`), and the number of steps done.
+        The state, the host state (`versions`, and the argument of `Position.read`), and the number of steps done.
     """
     if newest is not None:
         return *checkpointer.restore(newest, origin.abstract()), newest
@@ -253,7 +253,7 @@ def go_on_sampling(rollouts: Sampler, saved: HostState, params: Params, frozen: 
 
 
 def continue_records(saved: HostState, done: int, checkpointer: Checkpointer, around: Surroundings) -> None:
-    """Take up the run's records after `done` steps, with which `saved` was saved; says what is another than then.
+    """Continue the run's records after `done` steps, and print what differs from `saved`, the host state of that step.
 
     Raises ValueError if settings that must stay have changed.
     """
@@ -263,13 +263,13 @@ def continue_records(saved: HostState, done: int, checkpointer: Checkpointer, ar
     for name, then in saved.get("data", {}).items():
         if (now := data.get(name)) != then:
             around.say(
-                f"{name} have changed since the checkpoint was saved: {then} then, {now or 'none'} now; the run"
-                " continues with what is there now"
+                f"{name} have changed since the checkpoint was saved: {then} then, {now or 'none'} now; the run "
+                "continues with the current ones"
             )
     before = saved["versions"]
     if changed := [name for name, version in versions().items() if before.get(name, version) != version]:
         around.say(
-            f"versions differ from the checkpoint's: {', '.join(changed)}; the run will not be bit for bit the same"
+            f"versions differ from the checkpoint's: {', '.join(changed)}; the run will not be bit-for-bit reproducible"
         )
     around.job.report.update(step=done)
     for line in run_dir.compare(saved.get("records", {}), done, checkpointer.steps()):
@@ -278,9 +278,10 @@ def continue_records(saved: HostState, done: int, checkpointer: Checkpointer, ar
 
 
 def open_trainer(origin: Origin, feed: Feed, folder: Path) -> Trainer:
-    """Load the models beside the policy that do not change, and make the trainer's programs.
+    """Load the run's other models that do not change, and make the trainer's programs.
 
-    `feed` makes the prompts of models that read others than the policy. A batch that diverges is saved in `folder`.
+    `feed` makes the prompts of models that read other prompts than the policy. A batch that diverges is saved in
+    `folder`.
     """
     spec, weights = origin.spec, origin.weights
     roles: list[LoadedRole] = []
@@ -296,7 +297,7 @@ def open_trainer(origin: Origin, feed: Feed, folder: Path) -> Trainer:
         )
     return Trainer(
         spec.recipe,
-        make_train_settings(spec.update, spec.decoder, weights.mesh),
+        TrainSettings(spec.decoder, weights.mesh, spec.update),
         origin.optimizers[POLICY],
         sizes=spec.batch,
         schedule=spec.optimizer,
@@ -306,13 +307,15 @@ def open_trainer(origin: Origin, feed: Feed, folder: Path) -> Trainer:
     )
 
 
-def say_what_was_chosen(spec: RunSpec, graders: Sequence[RewardModel], feed: Feed, around: Surroundings) -> None:
+def say_what_was_chosen(spec: RunSpec, graders: Sequence[GradingModel], feed: Feed, around: Surroundings) -> None:
     """Print the choices that the config leaves to the machine, what LoRA trains, and how answers are graded."""
     if (lora := spec.decoder.lora) is not None:
         around.say(lora_line(lora, spec.decoder, spec.optimizer.settings.learning_rate))
     if spec.decoder.rollout_weights != "dtype":
         around.say(weights_line(spec))
     around.say(f"attention: {spec.update.attention}; head: {spec.update.head}")
+    if slower := slower_decode(spec.machine.kernels, spec.rollout.settings.page_tokens, spec.decoder.head_dim):
+        around.say(slower)
     around.say(f"rollout layout: {spec.rollout.layout.why or spec.rollout.layout.name}")
     for each in graders:
         around.say(f"{each.role.title}: {each.role.model}, weights {each.weights}")
@@ -322,7 +325,7 @@ def say_what_was_chosen(spec: RunSpec, graders: Sequence[RewardModel], feed: Fee
 
 
 def weights_line(spec: RunSpec) -> str:
-    """A line about the rollout's rounded weights, and what corrects for them."""
+    """A line about the rollout's rounded weights, and how their error is corrected."""
     recipe = spec.recipe
     text = f"rollout weights: {spec.decoder.rollout_weights}, so sampler and trainer are different policies; "
     if recipe.correction == "none":
@@ -333,7 +336,9 @@ def weights_line(spec: RunSpec) -> str:
 
 
 def lora_line(lora: Lora, decoder: DecoderConfig, rate: float) -> str:
-    """A line about what LoRA trains and its learning rate, with a warning if the rate is one for full training."""
+    """A line about what LoRA trains and its learning rate, with a warning if the rate is the default for full
+    training.
+    """
     trained, whole = (count(specs) for specs in (trained_specs(decoder), frozen_specs(decoder)))
     text = f"lora: rank {lora.rank} on {', '.join(lora.targets)}: {trained:,} parameters are trained beside {whole:,}"
     text += f" in {lora.base}; rollout {'merged' if lora.merged else 'apart'}; learning rate {rate:g}"

@@ -18,7 +18,7 @@ from podium.config.errors import UsageError
 FOLDER = "profile"
 """Folder within a run's folder, with a trace and a table per window of steps."""
 TOUCHED = "profile-now"
-"""Creating this file in a run's folder profiles the next step; the file is then deleted."""
+"""If a user creates this file in a run's folder, the next step is profiled and the file deleted."""
 SHOWN = 20
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?op_name=\"([^\"]+)\"", re.MULTILINE)
 _WRAPPER = re.compile(r"(?:jit|pjit|jvp|transpose|vmap|checkpoint|remat|shard_map)\(([^()]*)\)")
@@ -55,7 +55,9 @@ class Profiler:
     """Traces the steps of a window, and the next step whenever `profile-now` appears in the run's folder."""
 
     def __init__(self, folder: Path | None, window: Window | None, announce: Callable[[str], None]) -> None:
-        """`folder` is the run's; None: do not profile in this process. `announce` is called with a line per profile."""
+        """`folder` is the run's folder; None: do not profile in this process. `announce` is called with a line per
+        profile.
+        """
         self._folder = folder
         self._window = window
         self._announce = announce
@@ -115,17 +117,17 @@ class TraceEvent(Protocol):
 
     @property
     def start_ns(self) -> float:
-        """Nanoseconds at which it began."""
+        """Start time in nanoseconds."""
         ...
 
     @property
     def duration_ns(self) -> float:
-        """Nanoseconds that it took."""
+        """Duration in nanoseconds."""
         ...
 
     @property
     def stats(self) -> Iterable[tuple[str, object]]:
-        """Its properties by name, such as `hlo_op`."""
+        """Properties of the event by name, such as `hlo_op`."""
         ...
 
 
@@ -147,7 +149,7 @@ def program_scopes() -> dict[tuple[str, str], str]:
     """The scopes of every operation in this process's compiled programs, by (program, operation)."""
     found = {}
     for executable in jax.local_devices()[0].client.live_executables():
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # some backends keep no text
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # some backends do not keep the text
             for module in executable.hlo_modules():
                 scopes = _INSTRUCTION.findall(module.to_string())
                 found |= {(module.name, name): scope_of(path) for name, path in scopes}

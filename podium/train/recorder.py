@@ -34,6 +34,7 @@ from podium.observe.stats import (
     ConversationStats,
     EnvironmentStats,
     LevelStats,
+    StepSeconds,
     StepStats,
     UpdateStats,
 )
@@ -41,7 +42,7 @@ from podium.observe.writers import MetricWriter
 from podium.rollout.request import RolloutStats
 from podium.run.run_spec import RunSpec
 from podium.sampling.feed import Feed
-from podium.sampling.groups import Group
+from podium.sampling.groups import Group, StepGroups
 from podium.train.evaluate import Evaluation
 from podium.train.surroundings import Surroundings
 
@@ -56,16 +57,18 @@ def unheard(step: int, metrics: Mapping[str, float], samples: list[SampleRecord]
 
 
 class PlanCheck(Protocol):
-    """Plans a run and compares it with its plan. `podium.plan.report.deviation` is passed in: the planner imports the
-    trainer.
+    """Plans a run and compares its steps with the plan. The implementation (`podium.plan.report.deviation`) is passed
+    in, because the planner imports the trainer.
     """
 
     def begin(self, spec: RunSpec, folder: Path | None) -> str | None:
-        """Plan before the first step; return a line to print. Raises ValueError if the run is far too large."""
+        """Plan the run before its first step; returns a line to print, or None. Raises ValueError if the run is far too
+        large.
+        """
         ...
 
     def after_step(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], str | None]:
-        """Compare after each step; return metrics to add, and a line to print."""
+        """Compare a finished step with the plan; returns metrics to add, and a line to print or None."""
         ...
 
 
@@ -82,7 +85,9 @@ class Recorder:
         check: PlanCheck | None,
         on_step: OnStep = unheard,
     ) -> None:
-        """Write nothing yet. `feed` has the run's tasks; without `check`, steps are not compared with a plan."""
+        """Does not write anything yet. `feed` provides the run's tasks; without `check`, steps are not compared with a
+        plan.
+        """
         self.spec = spec
         self.around = around
         self.writer = writer
@@ -101,33 +106,19 @@ class Recorder:
         """Start the clock of a step, which `write` stops; `checkpoint_s` is how long saving the previous step took."""
         self._clock.begin(checkpoint_s)
 
-    def write(
-        self,
-        step: int,
-        groups: list[Group],
-        rolled: RolloutStats,
-        batched: BatchStats,
-        updated: UpdateStats,
-        sync_s: float,
-        held: EnvironmentStats | None = None,
-    ) -> None:
+    def write(self, step: int, made: StepGroups, batched: BatchStats, updated: UpdateStats, sync_s: float) -> None:
         """Record a finished step; `step` is the number of steps done. On several hosts, all must call this.
 
-        `held` is what environments did, if there are any. Raises SamplerGapError if the step's gap is above
-        `rollout.max_logprob_gap`; the step is recorded then.
+        `made` has the step's groups, and `sync_s` is the seconds that passing the new weights to the rollout took.
+        Raises SamplerGapError, after recording the step, if its log-probability gap is above `rollout.max_logprob_gap`.
         """
-        clock = self._clock
-        clock.end()
+        groups, rolled, held = made.groups, made.stats, made.environments
         stats = StepStats(
             completions=completion_stats(groups),
             rolled=rolled,
             batched=batched,
             updated=updated,
-            step_s=clock.step_s,
-            cpu_s=clock.cpu_s,
-            sync_s=sync_s,
-            checkpoint_s=clock.checkpoint_s,
-            mean_step_s=clock.mean_step_s,
+            seconds=self._clock.end(sync_s),
             carried=carry_stats(groups, rolled.drawn_lengths) if self.spec.rollout.settings.in_flight > 1 else None,
             conversations=None if held is None else conversation_stats(groups, held),
             levels=self._level_stats(groups),
@@ -157,7 +148,7 @@ class Recorder:
         check_gap(self.spec.rollout.settings, step, metrics)
 
     def _level_stats(self, groups: Sequence[Group]) -> dict[str, LevelStats]:
-        """What was drawn from each level of a curriculum, and how it went."""
+        """How many prompts were drawn from each curriculum level, and their success."""
         drawn = sorted({group.prompt.task for group in groups if group.prompt.level is not None})
         found: dict[str, LevelStats] = {}
         for task in drawn:
@@ -171,7 +162,9 @@ class Recorder:
     def _write_completions(
         self, step: int, groups: list[Group], batched: BatchStats, rolled: RolloutStats
     ) -> list[SampleRecord]:
-        """Write samples of the step's groups (the first with tokens) and the lengths of all; returns the samples."""
+        """Write samples of the step's groups (the first one including its tokens) and the lengths of all completions;
+        returns the samples.
+        """
         samples: list[SampleRecord] = []
         every = self.spec.metrics.samples_every
         sampled = sampled_groups(step, prompts_per_step=self.spec.prompts_per_step, samples_every=every)
@@ -230,25 +223,26 @@ class _StepClock:
     """Measures the time of each step."""
 
     def __init__(self) -> None:
-        self._start = self._cpu_start = self.step_s = self.cpu_s = 0.0
-        self.checkpoint_s: float | None = None
-        """How long saving the previous step took."""
+        self._start = self._cpu_start = 0.0
+        self._checkpoint_s: float | None = None
         self._last: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
 
     def begin(self, checkpoint_s: float | None) -> None:
-        """Start a step."""
-        self.checkpoint_s = checkpoint_s
+        """Start a step; `checkpoint_s` is the seconds that saving the previous step took."""
+        self._checkpoint_s = checkpoint_s
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
-    def end(self) -> None:
-        """Stop it: sets `step_s` and `cpu_s`."""
-        self.step_s, self.cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
-        self._last.append(self.step_s)
-
-    @property
-    def mean_step_s(self) -> float | None:
-        """The mean of the last STEPS_AVERAGED steps; None before there are so many."""
-        return float(np.mean(self._last)) if len(self._last) == STEPS_AVERAGED else None
+    def end(self, sync_s: float) -> StepSeconds:
+        """End the step; `sync_s` is the seconds that passing the weights to the rollout took."""
+        step_s, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
+        self._last.append(step_s)
+        return StepSeconds(
+            step_s=step_s,
+            cpu_s=cpu_s,
+            sync_s=sync_s,
+            checkpoint_s=self._checkpoint_s,
+            mean_step_s=float(np.mean(self._last)) if len(self._last) == STEPS_AVERAGED else None,
+        )
 
 
 def completion_stats(groups: Sequence[Group]) -> CompletionStats:
@@ -275,7 +269,7 @@ def completion_stats(groups: Sequence[Group]) -> CompletionStats:
 
 
 def conversation_stats(groups: Sequence[Group], held: EnvironmentStats) -> ConversationStats:
-    """Lengths and ends of a step's conversations."""
+    """Lengths and finish reasons of a step's conversations."""
     transcripts = [transcript for group in groups for transcript in group.transcripts]
     reasons = [str(transcript.finish_reason) for transcript in transcripts]
     segments = [segment for transcript in transcripts for segment in transcript.segments]
@@ -291,9 +285,9 @@ def conversation_stats(groups: Sequence[Group], held: EnvironmentStats) -> Conve
 
 
 def carry_stats(groups: Sequence[Group], drawn_lengths: Sequence[int]) -> CarryStats | None:
-    """Ages of a step's completions, and the distance of their lengths from those of completions drawn in the step.
+    """Ages of a step's completions, and how their lengths differ from those of completions sampled in the step.
 
-    Those without a reward are left out; None if none is left.
+    Completions without a reward are left out; None if none remain.
     """
     groups = [group for group in groups if not all(reward.failed for reward in group.rewards)]
     versions = [
@@ -324,13 +318,13 @@ def device_memory() -> tuple[int, int] | None:
 
 
 def host_memory() -> tuple[int, int] | None:
-    """Resident bytes of the trainer's process, now and at peak, on the fullest host; None where there is no /proc."""
+    """Resident bytes of the trainer's process, now and at peak, on the fullest host; None on systems without /proc."""
     all_used, all_peak = zip(*gather(_resident()), strict=True)
     return (max(all_used), max(all_peak)) if max(all_peak) else None
 
 
 def _resident() -> tuple[int, int]:
-    """Resident bytes of this process, now and at peak; zeros where there is no /proc."""
+    """Resident bytes of this process, now and at peak; zeros on systems without /proc."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
 """Models that score a batch's tokens before its first update; each has a name, weights and a program.
 
-Scores are stored in `Batch.scores` by that name. Advantages may read all of them, a loss those that its recipe `needs`.
-The policy before the update is one scorer (`old_logprobs`, and `entropy`); the others are models in a role of the run
-(`podium.run.roles`), or of a user.
+Scores are stored in `Batch.scores` by that name. Advantages may read all scores; a loss reads those that its recipe
+`needs`. The policy before the update is one scorer (`old_logprobs`, and `entropy`); the others are models in a role of
+the run (`podium.run.roles`), or a user's own.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from podium.algorithms.recipes import (
     Recipe,
     score_name,
 )
-from podium.config.imports import imported
+from podium.config.imports import imported, is_path
 from podium.hosts.distributed import on_host
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.choices import unknown_choice
@@ -30,7 +30,7 @@ from podium.tasks.mixture import TaskPrompt
 from podium.train.batches.batch import Batch, make_batch, take
 from podium.train.batches.samples import Sample
 from podium.train.step import (
-    TEACHER_HEAD,
+    TAUGHT_HEAD,
     CompiledScore,
     ScoreProgram,
     TrainSettings,
@@ -45,10 +45,10 @@ A = TypeVar("A", jax.Array, jax.ShapeDtypeStruct)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnPrompts:
-    """The prompts of a scorer that reads others than the policy, and the batches in which it scores behind them."""
+    """For a scorer with other prompts than the policy: its prompts, and the shapes of its batches."""
 
     of: Callable[[TaskPrompt], tuple[int, ...]]
-    """The tokens of its prompt, from the policy's."""
+    """Maps the policy's prompt to the tokens of the scorer's prompt."""
     sizes: BatchSizes
 
 
@@ -57,29 +57,30 @@ class Scorer:
     """A model that assigns a number to each target of a batch."""
 
     name: str
-    """Key of its scores in `Batch.scores`."""
+    """Key of the scores in `Batch.scores`."""
     decoder: DecoderConfig
     params: Params | None
-    """None: the policy's own weights, before the batch's first update."""
+    """The scorer's weights; None: the policy's weights before the batch's first update."""
     program: ScoreProgram
     role: str | None = None
-    """The role whose weights, in the state of each step, replace `params`; None: they stay."""
+    """Role whose weights in each step's state replace `params`; None if the weights never change."""
     own_prompts: OwnPrompts | None = None
-    """None: it reads the policy's, and scores its batches."""
+    """None if the scorer reads the policy's prompts and scores the policy's batches."""
     follows_choices: bool = True
-    """Whether its program takes a batch's choices of experts; other architectures have other experts, or none."""
+    """Whether to send tokens to the experts that the batch records; False for architectures with other experts
+    or none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadedRole:
-    """A model beside the policy, with what a trainer needs of it."""
+    """A model other than the policy, with what the trainer needs to use it."""
 
     role: Role
     params: Params
-    """Its weights; empty if they change, since they are then part of the state."""
+    """The model's weights; empty if they change in training, because they are then part of the state."""
     own_prompts: OwnPrompts | None = None
     optimizer: optax.GradientTransformation | None = None
-    """None unless it is trained."""
+    """The model's optimizer; None if the model is not trained."""
 
 
 def make_scorers(
@@ -93,14 +94,22 @@ def make_scorers(
 
     Args:
         recipe: names scorers.
-        settings: the trainer's; a scorer given by import path is made by calling that function with them.
+        settings: the trainer's settings; passed to functions that the recipe names by import path, to make their
+            scorers.
         score: the program that computes log-probabilities with the trainer's decoder.
-        models: those of the run's models beside the policy.
+        models: scorers of the run's other models.
         entropy: the program that computes entropies; None: made from the settings, if the recipe needs it.
 
     Raises:
-        ValueError: an import path is not a function that returns a `Scorer`.
+        ValueError: an import path is not a function that returns a `Scorer`, or two scorers' scores have one name.
     """
+    own = [each.name for each in models]
+    names = [*own, *(score_name(need) for need in recipe.scorers if need not in own)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(
+            f"two models or scorers of the run give scores with the name {twice[0]!r}, and only one would be read; give"
+            " one of them another name"
+        )
     others = {each.name: each for each in models}
     found = [others.pop(need, None) or _make(need, settings, score, entropy) for need in recipe.scorers]
     return (*found, *others.values())
@@ -113,9 +122,9 @@ def make_role_scorer(
     own_prompts: OwnPrompts | None = None,
     program: ScoreProgram | None = None,
 ) -> Scorer:
-    """The scorer of a model beside the policy with these weights, and maybe prompts.
+    """Make the scorer of a model other than the policy, with its weights and, optionally, its own prompts.
 
-    `settings` are the trainer's. `program` computes the scores; unset: made from the settings.
+    `settings` are the trainer's settings. `program` computes the scores; unset: made from the settings.
     """
     assert role.scores is not None, "it scores batches"
     return Scorer(
@@ -130,7 +139,9 @@ def make_role_scorer(
 
 
 def make_role_program(role: Role, settings: TrainSettings) -> CompiledScore:
-    """The program by which a model scores a batch: values or log-probabilities, as its head is, or hidden states."""
+    """Make the program that scores a batch: it returns values or log-probabilities, depending on the model's head, or
+    hidden states.
+    """
     own = role_settings(role, settings)
     if role.decoder.scores != "none":
         return make_values(own)
@@ -138,14 +149,18 @@ def make_role_program(role: Role, settings: TrainSettings) -> CompiledScore:
 
 
 def role_settings(role: Role, settings: TrainSettings) -> TrainSettings:
-    """The trainer's settings with a role's decoder; a head of one number per token is not fused."""
+    """The trainer's settings with a role's decoder; a head with one output per token is not fused."""
     own = settings._replace(decoder=role.decoder)
-    return own if role.decoder.scores == "none" else own._replace(head="chunked")
+    return (
+        own if role.decoder.scores == "none" else own._replace(update=dataclasses.replace(own.update, head="chunked"))
+    )
 
 
 def compared_head(params: Mapping[str, A]) -> dict[str, A]:
-    """The matrix from hidden states to logits, [V, D], of a model whose distributions updates compare, by its name."""
-    return {TEACHER_HEAD: params.get("head", params["embed"])}
+    """Select, by parameter name, the matrix from hidden states to logits, [V, D], of a model whose distributions are
+    compared in updates.
+    """
+    return {TAUGHT_HEAD: params.get("head", params["embed"])}
 
 
 def _make(need: str, settings: TrainSettings, score: ScoreProgram, entropy: ScoreProgram | None) -> Scorer:
@@ -155,9 +170,8 @@ def _make(need: str, settings: TrainSettings, score: ScoreProgram, entropy: Scor
             return Scorer(name=ENTROPY, decoder=settings.decoder, params=None, program=program)
         case "old_logprobs":
             return Scorer(name=OLD_LOGPROBS, decoder=settings.decoder, params=None, program=score)
-        case "reference_logprobs":
-            raise AssertionError("a recipe that compares with the reference is given it")
         case _:
+            assert is_path(need), f"no model of the run provides the scores {need}"
             return _imported_scorer(need, settings)
 
 
@@ -165,16 +179,16 @@ def _imported_scorer(path: str, settings: TrainSettings) -> Scorer:
     """A user's scorer; its scores are stored under the function's name."""
     made = imported(path, what="a scorer")(settings)
     if not isinstance(made, Scorer):
-        raise ValueError(f"{path!r} gives {made!r}; it must be a function of TrainSettings that returns a Scorer")
+        raise ValueError(f"{path!r} returned {made!r}; it must be a function of TrainSettings that returns a Scorer")
     return dataclasses.replace(made, name=score_name(path))
 
 
 def behind_own_prompts(
     scorer: Scorer, samples: Sequence[Sample], prompts: Sequence[TaskPrompt], rules: ShardingRules
 ) -> list[np.ndarray]:
-    """The scores [n] of each sample's tokens by a scorer with its own prompts, in its own batches.
+    """For a scorer with its own prompts, the scores [n] of each sample's tokens, computed in separate batches.
 
-    `prompts` are those of the samples. All processes must call this.
+    `prompts` has one entry per sample. All processes must call this.
     """
     assert scorer.own_prompts is not None, "it reads the policy's prompts"
     assert scorer.params is not None, "the policy reads its own prompts"
@@ -187,9 +201,9 @@ def behind_own_prompts(
 
 
 def with_scores(batch: Batch[jax.Array], scorers: Sequence[Scorer], policy: Params) -> Batch[jax.Array]:
-    """The batch with each scorer's scores; `policy` holds all weights of the policy before the first update.
+    """Add each scorer's scores to the batch; `policy` holds all weights of the policy before the first update.
 
-    Only the policy repeats the sampler's choices of experts; other models choose for themselves.
+    Only the policy reuses the sampler's choices of experts; other models route tokens themselves.
     """
     plain = batch
     if batch.choices is not None and any(scorer.params is not None for scorer in scorers):

@@ -26,12 +26,11 @@ from podium.observe.run_dir import Fork
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
 from podium.run.roles import decoder_of_run
-from podium.run.run_spec import SCORE, OptimizerSpec, Role, RunSpec, UpdateSpec
+from podium.run.run_spec import SCORE, OptimizerSpec, Role, RunSpec
 from podium.sharding import Params, ShardingRules, abstract_params, init_params, make_mesh
 from podium.train.checkpoints.checkpoint import restore_params
 from podium.train.optimizer.offload import check_host_memory
 from podium.train.optimizer.transforms import make_optimizer
-from podium.train.step import TrainSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,16 +42,16 @@ class Model:
     tokenizer: Tokenizer
     mesh: Mesh
     lora: LoraConfig | None = None
-    """How its adapters are initialised, if it has any."""
+    """How adapters are initialised; None without LoRA."""
 
     @property
     def machine(self) -> Machine:
-        """The machine of its mesh."""
+        """The machine that the mesh is on."""
         return machine_of(self.mesh)
 
     @property
     def rules(self) -> ShardingRules:
-        """How its weights are stored."""
+        """How weights are stored."""
         return ShardingRules(self.mesh, TRAIN_AXES)
 
 
@@ -63,7 +62,7 @@ def make_model(config: Config) -> Model:
         ValueError: the model, its tokenizer or the mesh is unusable.
     """
     prepare_platform()
-    source, mesh = find_source(config.model), make_mesh(config.mesh)
+    source, mesh = find_source(config.model, waits=True), make_mesh(config.mesh)
     if config.train.offload_optimizer:
         check_host_memory(mesh)
     decoder = decoder_of_run(read_architecture(source), config.lora, config.rollout.weights)
@@ -75,19 +74,20 @@ def make_model(config: Config) -> Model:
 
 
 def make_role_model(role: Role, policy: Model) -> Model:
-    """Prepare a model beside the policy that scores its batches, on the policy's mesh.
+    """Prepare a model that scores the policy's batches, on the policy's mesh.
 
     Raises:
-        ValueError: the model is unusable, or has another tokenizer or, if whole distributions are compared, head.
+        ValueError: the model is unusable, or its tokenizer differs from the policy's, or, if whole distributions are
+            compared, its head.
     """
-    source = find_source(role.model)
+    source = find_source(role.model, waits=True)
     if source == policy.source:
         return dataclasses.replace(policy, decoder=role.decoder, lora=None)
     tokenizer, key = load_tokenizer(source, template=False), f"{role.name}.model"
     if difference := policy.tokenizer.first_difference(tokenizer):
         raise ValueError(
-            f"{key} {role.model} has another tokenizer than {policy.source.name}: {difference}; its scores would be of"
-            f" other texts: set {key} to a model of the same family"
+            f"the tokenizer of {key} {role.model} differs from that of {policy.source.name}: {difference}; its scores "
+            f"would be of other texts: set {key} to a model of the same family"
         )
     if role.compared and role.decoder.vocab != policy.decoder.vocab:
         raise ValueError(
@@ -99,27 +99,8 @@ def make_role_model(role: Role, policy: Model) -> Model:
 
 
 def run_spec(config: Config, decoder: DecoderConfig, mesh: Mesh, recipe: Recipe | None = None) -> RunSpec:
-    """Resolve a config for the devices of a mesh; as `resolve`."""
+    """Resolve a config for the devices of a mesh, as `resolve` does."""
     return resolve(config, decoder, machine_of(mesh), mesh=dict(mesh.shape), recipe=recipe)
-
-
-def make_train_settings(update: UpdateSpec, decoder: DecoderConfig, mesh: Mesh) -> TrainSettings:
-    """The settings that the trainer's compiled programs share."""
-    return TrainSettings(
-        decoder=decoder,
-        mesh=mesh,
-        dtype=jnp.dtype(update.dtype),
-        temperature=update.temperature,
-        remat=update.remat,
-        head=update.head,
-        head_chunk_tokens=update.head_chunk_tokens,
-        attention=update.attention,
-        row_groups=update.row_groups,
-        replay_routing=update.replay_routing,
-        reduce_dtype=jnp.dtype(update.reduce_dtype),
-        tokens=update.tokens_per_gather,
-        head_dtype=None if update.head_dtype is None else jnp.dtype(update.head_dtype),
-    )
 
 
 def make_run_optimizer(optimizer: OptimizerSpec, decoder: DecoderConfig) -> optax.GradientTransformation:
@@ -128,13 +109,15 @@ def make_run_optimizer(optimizer: OptimizerSpec, decoder: DecoderConfig) -> opta
 
 
 class StoredWeights:
-    """The weights of a run's models before its first step, from their files: `podium.train.first_state.Weights`."""
+    """Loads the weights of a run's models before its first step from files; implements
+    `podium.train.first_state.Weights`.
+    """
 
     def __init__(self, policy: Model, beside: Mapping[str, Model], say: Callable[[str], None]) -> None:
         """Load the policy's frozen weights.
 
-        `beside` are the models beside the policy, by the name of their role. `say` prints the fingerprints of weights
-        that are no part of the run's checkpoints.
+        `beside` are the other models by role name. `say` prints fingerprints of weights that are not part of the run's
+        checkpoints.
         """
         self._policy, self._beside, self._say = policy, beside, say
         frozen = load_frozen(policy)
@@ -151,7 +134,7 @@ class StoredWeights:
         return load_trained(self._policy, None, self.frozen)
 
     def of(self, role: Role) -> Params:
-        """The weights of a model beside the policy; which may be the policy's own frozen ones, beside its adapters."""
+        """The weights of another model; these may be the policy's frozen weights, without its adapters."""
         model, line, params = self._beside[role.name], "the frozen weights beside the adapters", self.frozen
         if role.weights != "policy_base":
             params = load_role_weights(model)
@@ -164,7 +147,7 @@ class StoredWeights:
 
 
 def load_weights(model: Model, run: Fork | None) -> Params:
-    """Load all weights, sharded: the model's, or those of a run's checkpoint; with LoRA, base and adapters."""
+    """Load all weights, sharded: the model's own, or those of a run's checkpoint; with LoRA, base and adapters."""
     trained, frozen = load_parts(model, run)
     return frozen | trained
 
@@ -176,7 +159,7 @@ def load_parts(model: Model, run: Fork | None) -> tuple[Params, Params]:
 
 
 def load_frozen(model: Model) -> Params:
-    """Load the weights that never change, in their stored format: with LoRA the model's own, otherwise none."""
+    """Load the weights that never change, in their stored format: with LoRA all of the base model's, otherwise none."""
     if model.decoder.lora is None:
         return {}
     plain = dataclasses.replace(model.decoder, lora=None)
@@ -190,7 +173,7 @@ def load_frozen(model: Model) -> Params:
 
 
 def load_role_weights(model: Model) -> Params:
-    """Load the first weights of a model beside the policy: frozen as its decoder says, or else float32."""
+    """Load the initial weights of another model: in its decoder's frozen format, or else float32."""
     if model.decoder.lora is not None:
         return load_frozen(model)
     return load_params(model.source, model.decoder, model.rules, jnp.float32)
@@ -199,8 +182,8 @@ def load_role_weights(model: Model) -> Params:
 def load_trained(model: Model, run: Fork | None, frozen: Params) -> Params:
     """Load the weights that updates change, float32 and sharded: initial ones, or those of a run's checkpoint.
 
-    Initial ones are the model's own; with LoRA, those of the config's adapter or else random ones. Raises ValueError if
-    the checkpoint or the adapter belongs to frozen weights other than `frozen`.
+    Initial weights are the model's own; with LoRA, those of the config's adapter, or random. Raises ValueError if the
+    checkpoint or the adapter was trained on other frozen weights than `frozen`.
     """
     specs, lora = trained_specs(model.decoder), model.lora
     if run is not None:

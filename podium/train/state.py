@@ -22,9 +22,9 @@ class TrainState:
     params: Params  # float32, as declared by ParamSpecs
     opt_state: optax.OptState
     models: dict[str, "ModelState"] = dataclasses.field(default_factory=dict)
-    """The states of the other models that change, by the name of their role."""
+    """The states of the other models that change, by role name."""
     coefs: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    """[] float32 by name: what `podium.algorithms.controllers` adapts."""
+    """Coefficients that `podium.algorithms.controllers` adapts, [] float32 each, by name."""
 
     def weights(self, role: str) -> Params:
         """The weights of another model that changes."""
@@ -39,7 +39,8 @@ class TrainState:
 
 
 ModelState = TrainState | Params
-"""The state of a model that changes: a trained one has a step and an optimizer, one that follows the policy has not."""
+"""The state of a model that changes: a trained model has a step and an optimizer's state; a model that follows the
+policy has only weights."""
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
@@ -51,7 +52,7 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
 def abstract_state(
     abstract_params: dict[str, jax.ShapeDtypeStruct], optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """Shapes, dtypes and shardings of `init_state`'s result: for checkpoints and for the planner."""
+    """Shapes, dtypes and shardings of `init_state`'s result: for checkpoints and the planner."""
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated(abstract_params))
     return TrainState(
         step=step,  # pyright: ignore[reportArgumentType]  # abstract arrays
@@ -61,7 +62,7 @@ def abstract_state(
 
 
 def with_coefs(state: TrainState, coefs: Mapping[str, float]) -> TrainState:
-    """The state with these adapted coefficients, on every device."""
+    """The state with these adapted coefficients, replicated on every device."""
     sharding = replicated(state.params)
     placed = {name: to_devices(np.asarray(value, np.float32), sharding) for name, value in coefs.items()}
     return dataclasses.replace(state, coefs=placed)
@@ -74,7 +75,7 @@ def mixed(follower: Params, policy: Params, mixup: float) -> Params:
 
 
 def abstract_coefs(params: Params | dict[str, jax.ShapeDtypeStruct], names: Iterable[str]) -> dict[str, jax.Array]:
-    """The abstract coefficients of `with_coefs`, beside these parameters."""
+    """The abstract coefficients of `with_coefs`, on the mesh of these parameters."""
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated(params))
     return dict.fromkeys(names, scalar)  # pyright: ignore[reportReturnType]  # abstract arrays
 
@@ -82,8 +83,8 @@ def abstract_coefs(params: Params | dict[str, jax.ShapeDtypeStruct], names: Iter
 def at_schedule_step(state: TrainState, position: int) -> TrainState:
     """Set the learning rate of the next update to that of optimizer step `position` of the run, counted from 0.
 
-    The optimizer counts its own updates (the last link of `make_optimizer`'s chain), and would fall behind the run when
-    a step makes none.
+    The optimizer counts its own updates (the last link of `make_optimizer`'s chain), so its count would fall behind the
+    run's if a step makes no update.
     """
     assert isinstance(state.opt_state, tuple), "the state of a chain has one entry for each of its links"
     *rules, schedule = state.opt_state

@@ -1,7 +1,7 @@
 """The trainer's two compiled programs: score a batch, and update on it. Each is defined once, for all callers.
 
-The trainer calls what these factories return, the planner lowers it for devices that do not exist, the benches time it.
-The device loops over a batch's non-empty micro-batches and sums their gradients. Weights already contain the whole
+The trainer calls what these factories return, the planner lowers it for devices that do not exist, the benchmarks time
+it. The device loops over a batch's non-empty micro-batches and sums their gradients. Weights already contain the whole
 batch's denominators, so the result does not depend on how a batch is cut into micro-batches.
 """
 
@@ -19,12 +19,9 @@ from jax.sharding import NamedSharding
 from podium.algorithms.advantages import RETURNS, VALUES
 from podium.algorithms.controllers import ENTROPY_BONUS, KL_COEF, first_coefs, loss_coefs
 from podium.algorithms.losses import Tokens, entropy_loss, policy_loss, value_loss
-from podium.algorithms.recipes import LIKELIHOOD, TEACHER_HIDDEN, Recipe
+from podium.algorithms.recipes import LIKELIHOOD, TAUGHT_HIDDEN, Recipe
 from podium.algorithms.routers import router_loss, router_stats
 from podium.compiler import Lowerable, compiler_options
-from podium.config.attention_blocks import Backend
-from podium.config.head import HeadKind
-from podium.config.schema import Remat
 from podium.models.architecture import DecoderConfig
 from podium.models.attention.mask import Visibility, packed_rows
 from podium.models.attention.packed_attention import row_attention
@@ -36,7 +33,7 @@ from podium.models.logprobs import HeadSettings, Taught, TokenLogprobs, token_lo
 from podium.models.packed_delta_rule import row_recurrence
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, trained_specs
 from podium.models.recorded_experts import balances, recorded_choices
-from podium.run.run_spec import BatchSizes
+from podium.run.run_spec import BatchSizes, UpdateSpec
 from podium.sharding import Params, ShardingRules, abstract_params, to_devices
 from podium.train.batches.batch import Batch, make_batch
 from podium.train.optimizer.offload import Offloaded, apply_gradients
@@ -45,14 +42,14 @@ from podium.train.state import TrainState, abstract_state
 Metrics = dict[str, jax.Array]
 
 
-TEACHER_HEAD = "teacher_head"
-"""The name of a teacher's head [V, D] among the weights that an update is given as `frozen`."""
+TAUGHT_HEAD = "taught_head"
+"""Name of the head [V, D] of a `Role.compared` model in the `frozen` weights of an update."""
 
 
 class ScoreProgram(Protocol):
     """`(params, batch) -> [K, B, T]` float32: scores each target of a batch, without gradient.
 
-    A teacher's may return hidden states instead, [K, B, T, D].
+    For a `Role.compared` model it returns hidden states instead, [K, B, T, D].
     """
 
     def __call__(self, params: Params, batch: Batch[jax.Array], /) -> jax.Array:
@@ -83,17 +80,12 @@ class TrainSettings(NamedTuple):
 
     decoder: DecoderConfig
     mesh: jax.sharding.Mesh
-    dtype: jnp.dtype
-    temperature: float  # of the softmax, equal to the sampler's
-    remat: Remat
-    head_chunk_tokens: int
-    attention: Backend = "blocks"
-    head: HeadKind = "chunked"
-    row_groups: int = 1  # groups of rows that a layer computes one after another
-    replay_routing: bool = True  # whether tokens go to the experts that the sampler chose
-    reduce_dtype: jnp.dtype = jnp.dtype(jnp.float32)  # of gradients between devices, and of the head's over chunks
-    head_dtype: jnp.dtype | None = None  # of the head's operands; None: `dtype`
-    tokens: int = 0  # `tokens_per_gather` of the config
+    update: UpdateSpec
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Number format of activations and of the weights' copies during a layer's computation."""
+        return jnp.dtype(self.update.dtype)
 
     def options(self, *, offloaded: bool = False, tokens: int = 0) -> dict[str, str]:
         """Compiler options for a program with these settings; arguments as for `compiler_options`."""
@@ -134,7 +126,7 @@ def make_train_programs(
 def make_score(settings: TrainSettings, *, entropy: bool = False) -> CompiledScore:
     """The jitted `(params, batch) -> logprobs [K, B, T]` of the batch's targets, float32, without gradient.
 
-    With `entropy` it gives the entropies of the distributions over each target, in nat.
+    With `entropy`, it returns the entropies of the distributions over each target instead, in nat.
     """
 
     def score(params: Params, batch: Batch[jax.Array]) -> jax.Array:
@@ -145,7 +137,9 @@ def make_score(settings: TrainSettings, *, entropy: bool = False) -> CompiledSco
 
 
 def make_hidden(settings: TrainSettings) -> CompiledScore:
-    """The jitted `(params, batch) -> hidden [K, B, T, D]` from which the targets are predicted, without gradient."""
+    """The jitted `(params, batch) -> hidden states [K, B, T, D]` from which the targets are predicted, without
+    gradient.
+    """
     dtype = activation_dtype(settings.computing, settings.dtype)
 
     def states(params: Params, batch: Batch[jax.Array]) -> jax.Array:
@@ -156,16 +150,17 @@ def make_hidden(settings: TrainSettings) -> CompiledScore:
 
 
 def make_values(settings: TrainSettings) -> CompiledScore:
-    """The jitted `(params, batch) -> values [K, B, T]` of a critic, before each target is drawn; without gradient."""
+    """The jitted `(params, batch) -> values [K, B, T]`: the estimate before each target; without gradient."""
     return _each_micro_batch(settings, functools.partial(_values, settings))
 
 
 def _each_micro_batch(
     settings: TrainSettings, function: Callable[[Params, Batch[jax.Array]], jax.Array], *, width: int | None = None
 ) -> CompiledScore:
-    """The jitted `(params, batch) -> [K, B, T]` of a function of one micro-batch that gives [B, T] float32.
+    """Apply a function of one micro-batch, which returns [B, T] float32, to all: the jitted `(params, batch) -> [K, B,
+    T]`.
 
-    With `width` D it gives [B, T, D] in the activations' format instead.
+    With `width` D, the function returns [B, T, D] in the activations' number format instead.
     """
     dtype = jnp.float32 if width is None else activation_dtype(settings.computing, settings.dtype)
     own_axes = () if width is None else (width,)
@@ -176,7 +171,7 @@ def _each_micro_batch(
             return jax.lax.dynamic_update_index_in_dim(found, own, index, 0)
 
         nothing = jnp.zeros((*batch.tokens.shape, *own_axes), dtype)
-        if len(batch.tokens) == 1:  # the same result; in a loop over one, XLA would run the layers twice
+        if len(batch.tokens) == 1:  # same result; XLA would run the layers twice in a loop over one
             return one(jnp.int32(0), nothing)
         return jax.lax.fori_loop(0, batch.num_micro_batches, one, nothing)
 
@@ -193,16 +188,16 @@ class _Loss(Protocol):
 
 
 _Gradients: TypeAlias = tuple[tuple[Params, jax.Array, Metrics], Metrics]
-"""Accumulated over micro-batches: sums of gradients, losses and statistics; and maxima of statistics."""
+"""Sums over micro-batches of gradients, losses and statistics; and maxima of statistics."""
 
 
 def make_train_step(
     settings: TrainSettings, recipe: Recipe, optimizer: optax.GradientTransformation
 ) -> CompiledTrainStep:
-    """The jitted update of the policy, as `_make_update` makes it from the recipe's loss.
+    """The jitted update of the policy with the recipe's loss; see `_make_update`.
 
-    `frozen` are weights that never change and are not in the state: with LoRA, all but the adapters; and TEACHER_HEAD,
-    with a teacher whose whole distribution is learned, unless its head is the policy's frozen one.
+    `frozen` are weights that never change and are not in the state: with LoRA, all but the adapters; and TAUGHT_HEAD,
+    if another model's whole distributions are learned and its head is not the policy's frozen one.
     """
     return _make_update(settings, functools.partial(_loss, settings, recipe), optimizer)
 
@@ -210,15 +205,16 @@ def make_train_step(
 def make_value_step(
     settings: TrainSettings, optimizer: optax.GradientTransformation, *, clip: float | None
 ) -> CompiledTrainStep:
-    """The jitted update of a critic, whose batches have VALUES and RETURNS among their scores."""
+    """The jitted update of a model that estimates values; its batches contain VALUES and RETURNS in their scores."""
     return _make_update(settings, functools.partial(_value_loss, settings, clip), optimizer)
 
 
 def _make_update(settings: TrainSettings, loss_of: _Loss, optimizer: optax.GradientTransformation) -> CompiledTrainStep:
     """The jitted update `(state, batch, frozen) -> (state, metrics)`; `state` is donated.
 
-    Metrics are means over the batch's trained tokens, except `loss`, norms and maxima. `broken_row` is the first row of
-    all micro-batches whose loss is not finite, counted from the last row, which is 1; 0: none.
+    Metrics are means over the batch's trained tokens, except `loss`, norms and maxima. `broken_row` is the first row,
+    over all micro-batches, with a non-finite loss; rows are counted backwards from 1 for the last row, and 0 means
+    none.
     """
     abstract = abstract_params(trained_specs(settings.decoder), jnp.float32, settings.stored)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(abstract, optimizer))
@@ -243,7 +239,7 @@ def _make_update(settings: TrainSettings, loss_of: _Loss, optimizer: optax.Gradi
             with jax.named_scope("gradients"):
                 return jax.tree.map(jnp.add, summed, more), jax.tree.map(jnp.maximum, largest, maxima)
 
-        if len(batch.tokens) == 1:  # its gradient is the sum; another tree would take as much memory as the weights
+        if len(batch.tokens) == 1:  # its gradient is the sum; a second tree would take as much memory as the weights
             (grads, loss, sums), maxima = one(jnp.int32(0))
         else:
             first = jnp.int32(0)
@@ -262,7 +258,9 @@ def _make_update(settings: TrainSettings, loss_of: _Loss, optimizer: optax.Gradi
         train_step,
         donate_argnames="state",
         out_shardings=(state_shardings, None),
-        compiler_options=settings.options(offloaded=isinstance(optimizer, Offloaded), tokens=settings.tokens),
+        compiler_options=settings.options(
+            offloaded=isinstance(optimizer, Offloaded), tokens=settings.update.tokens_per_gather
+        ),
     )
 
 
@@ -270,8 +268,8 @@ def _loss(
     settings: TrainSettings, recipe: Recipe, params: Params, frozen: Params, batch: Batch[jax.Array]
 ) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
     """A micro-batch's contribution to the loss, with its statistics as sums over tokens and as maxima."""
-    teacher = recipe.teacher if TEACHER_HIDDEN in batch.scores else None
-    scored, routers = _logprobs(settings, params | frozen, batch, reverse=1.0 if teacher is None else teacher.reverse)
+    reverse = 1.0 if recipe.teaching is None else recipe.teaching.reverse
+    scored, routers = _logprobs(settings, params | frozen, batch, reverse=reverse)
     tokens = Tokens(
         scored.logprobs,
         old_logprobs=batch.sampled_logprobs,
@@ -280,11 +278,9 @@ def _loss(
         mask=batch.mask,
         scores=batch.scores,
         prompts=batch.prompts,
+        divergence=scored.divergence,
     )
     losses, stats = policy_loss(recipe, tokens, kl_coef=batch.coefs.get(KL_COEF))
-    if teacher is not None and scored.divergence is not None:
-        losses += teacher.weight * scored.divergence
-        stats = stats | {"kl_teacher": jax.lax.stop_gradient(scored.divergence)}
     loss = jnp.sum(losses * batch.weights)
     bonus = batch.coefs.get(ENTROPY_BONUS, recipe.entropy_bonus or None)
     if bonus is not None:
@@ -300,7 +296,7 @@ def _loss(
     if batch.likelihoods is not None:
         imitation = -scored.logprobs * batch.likelihoods
         loss, broken = loss + jnp.sum(imitation), broken + imitation
-        share = jnp.maximum(batch.num_tokens, 1.0) / recipe.loss_parts[LIKELIHOOD]  # no mean over the drawn tokens
+        share = jnp.maximum(batch.num_tokens, 1.0) / recipe.loss_parts[LIKELIHOOD]  # not a mean over the drawn tokens
         sums[LIKELIHOOD] = jax.lax.stop_gradient(jnp.sum(imitation)) * share
     balance = recipe.router_loss_coef
     if routers:
@@ -314,7 +310,9 @@ def _loss(
 def _value_loss(
     settings: TrainSettings, clip: float | None, params: Params, frozen: Params, batch: Batch[jax.Array]
 ) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
-    """A micro-batch's contribution to a critic's loss, a mean over the batch's trained tokens; like `_loss`."""
+    """Like `_loss`, for estimated values: a micro-batch's contribution to the loss, which is a mean over the batch's
+    trained tokens.
+    """
     values = _values(settings, params | frozen, batch)
     found = value_loss(values, batch.scores[VALUES], batch.scores[RETURNS], clip=clip)
     losses = found.values * batch.mask / jnp.maximum(batch.num_tokens, 1.0)
@@ -323,13 +321,15 @@ def _value_loss(
 
 
 def _values(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) -> jax.Array:
-    """A critic's values at a micro-batch's targets, [B, T] float32; it chooses its experts by itself."""
+    """Estimated values at a micro-batch's targets, [B, T] float32; the model routes tokens to experts itself."""
     hidden, _ = _hidden(settings, params, dataclasses.replace(batch, choices=None))
     return token_scores(params, hidden, settings.decoder, settings.computing)
 
 
 def _broken_row(losses: jax.Array) -> jax.Array:
-    """The first row of losses [B, T] that is not finite, counted from the last row, which is 1; 0: none."""
+    """The first row of losses [B, T] that is not finite, counted backwards from 1 for the last row; 0 if all are
+    finite.
+    """
     places = jnp.arange(len(losses), 0, -1, dtype=jnp.float32)
     return jnp.max(places * ~jnp.all(jnp.isfinite(losses), axis=1))
 
@@ -361,8 +361,8 @@ def abstract_scored(sizes: BatchSizes, recipe: Recipe, settings: TrainSettings, 
     batch = abstract_batch(make_batch([], sizes)[0], rules)
     logprobs = jax.ShapeDtypeStruct(batch.tokens.shape, jnp.float32, sharding=batch.tokens.sharding)
     scores = dict.fromkeys(recipe.loss_scores, logprobs)
-    if TEACHER_HIDDEN in scores:
-        scores[TEACHER_HIDDEN] = jax.ShapeDtypeStruct(
+    if TAUGHT_HIDDEN in scores:
+        scores[TAUGHT_HIDDEN] = jax.ShapeDtypeStruct(
             (*batch.tokens.shape, width),
             activation_dtype(rules, settings.dtype),
             sharding=rules.sharding(None, "batch", "tokens", None),
@@ -373,12 +373,12 @@ def abstract_scored(sizes: BatchSizes, recipe: Recipe, settings: TrainSettings, 
 
 
 def batch_sharding(x: jax.Array | np.ndarray, rules: ShardingRules) -> NamedSharding:
-    """The sharding of a batch's array."""
+    """The sharding of an array of a batch."""
     return rules.sharding(None, "batch", "tokens") if x.ndim >= 3 else rules.sharding()
 
 
 def _micro_batch(batch: Batch[jax.Array], index: jax.Array) -> Batch[jax.Array]:
-    """Micro-batch `index`, with the same fields as [B, T, ...]."""
+    """Select micro-batch `index`; its fields are [B, T, ...]."""
     pick = lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False) if x.ndim >= 3 else x  # noqa: E731
     return jax.tree.map(pick, batch)
 
@@ -386,28 +386,28 @@ def _micro_batch(batch: Batch[jax.Array], index: jax.Array) -> Batch[jax.Array]:
 def _logprobs(
     settings: TrainSettings, params: Params, batch: Batch[jax.Array], *, reverse: float = 1.0
 ) -> tuple[TokenLogprobs, list[Balance]]:
-    """Log-probabilities and entropies of a micro-batch's targets, and how routers shared out its tokens, if any.
+    """Log-probabilities and entropies of a micro-batch's targets, and the balance of each router, if there are routers.
 
-    With a teacher's hidden states in the scores, also the divergence to it (`token_logprobs`).
+    If the scores include the hidden states of a `Role.compared` model, also the divergence to it (`token_logprobs`).
     """
-    rules, wide = settings.computing, settings.reduce_dtype == jnp.float32
+    rules, update = settings.computing, settings.update
     hidden, routers = _hidden(settings, params, batch)
-    dtype, taught = settings.head_dtype or settings.dtype, None
-    if TEACHER_HIDDEN in batch.scores:
-        own = params.get(TEACHER_HEAD, params.get("head", params["embed"]))
+    dtype, taught = jnp.dtype(update.head_dtype or update.dtype), None
+    if TAUGHT_HIDDEN in batch.scores:
+        own = params.get(TAUGHT_HEAD, params.get("head", params["embed"]))
         head = head_weights({"embed": own}, rules, dtype)
-        assert isinstance(head, jax.Array), "a teacher's head has no gradient"
-        taught = Taught(batch.scores[TEACHER_HIDDEN], head)
+        assert isinstance(head, jax.Array), "the head of a compared model has no gradient"
+        taught = Taught(batch.scores[TAUGHT_HIDDEN], head)
     scored = token_logprobs(
         hidden,
-        head_weights(params, rules, dtype, wide=wide and settings.decoder.lora is None),
+        head_weights(params, rules, dtype, wide=update.reduce_dtype == "float32" and settings.decoder.lora is None),
         batch.targets,
         HeadSettings(
-            temperature=settings.temperature,
-            chunk=settings.head_chunk_tokens,
+            temperature=update.temperature,
+            chunk=update.head_chunk_tokens,
             rules=rules,
-            remat=settings.remat != "none",
-            kind=settings.head,
+            remat=update.remat != "none",
+            kind=update.head,
             reverse=reverse,
         ),
         taught,
@@ -416,7 +416,7 @@ def _logprobs(
 
 
 def _hidden(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) -> tuple[jax.Array, list[Balance]]:
-    """Hidden states [B, T, D] from which a micro-batch's targets are predicted, and how routers shared out tokens."""
+    """Hidden states [B, T, D] from which a micro-batch's targets are predicted, and the balance of each router."""
     rules = settings.computing
     windows = any(attention.window for _, attention in settings.decoder.attention_layers())
     visibility = Visibility(batch.segments, batch.prompts, batch.positions if windows else None)
@@ -427,7 +427,7 @@ def _hidden(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) ->
         visibility: Visibility, at: At, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[Visibility, jax.Array]:
         own = dataclasses.replace(visibility, window=at.window)
-        return visibility, row_attention(settings.attention, own, rules)(q, k, v, at.sinks)
+        return visibility, row_attention(settings.update.attention, own, rules)(q, k, v, at.sinks)
 
     def recur(rows: Packed, at: At, initial: States, advance: Advance) -> tuple[Packed, jax.Array]:
         return rows, advance.packed(rows, row_recurrence(rules, initial[-1].shape[1:]))
@@ -447,10 +447,10 @@ def _hidden(settings: TrainSettings, params: Params, batch: Batch[jax.Array]) ->
             config=settings.decoder,
             rules=rules,
             dtype=settings.dtype,
-            remat=settings.remat,
-            groups=settings.row_groups,
-            wide=settings.reduce_dtype == jnp.float32,
-            replay=settings.replay_routing,
+            remat=settings.update.remat,
+            groups=settings.update.row_groups,
+            wide=settings.update.reduce_dtype == "float32",
+            replay=settings.update.replay_routing,
         ),
     )
     return hidden, balances(told)

@@ -1,4 +1,4 @@
-"""Where a run is recorded and shown, and what watches and stops it."""
+"""How a run is recorded, shown, watched and stopped."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from podium.observe.run_dir import Fork, RunDir, Settings
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """Where a run is recorded and shown, and what watches and stops it."""
+    """How a run is recorded, shown, watched and stopped."""
 
     run_dir: RunDir
     progress: Progress
@@ -48,7 +48,9 @@ def open_run_dir(home: Path, settings: Settings, fork: Fork | None) -> Iterator[
 
 @contextlib.contextmanager
 def open_surroundings(run_dir: RunDir, steps: int, job: JobContext, *, plain: bool) -> Iterator[Surroundings]:
-    """Show a run of so many steps, and watch for what stops it; `plain`: lines instead of the live view."""
+    """Open the display of a run of `steps` steps, and its watchdog and stop signals; `plain`: lines instead of the live
+    view.
+    """
     console = run_console(plain=plain or job.watched)
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(Progress(run_dir.path.name, steps, console))

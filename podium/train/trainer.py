@@ -11,10 +11,10 @@ import numpy as np
 import optax
 
 from podium.algorithms.controllers import KL_COEF, Coefs, after_step, after_update, loss_coefs
-from podium.algorithms.recipes import TEACHER_HIDDEN, Recipe
+from podium.algorithms.recipes import TAUGHT_HIDDEN, Recipe
 from podium.compile_ahead import Call, CompileAhead
 from podium.hosts.distributed import is_leader, on_host
-from podium.observe.stats import BatchStats, LearnerStats, RewardKl, UpdateStats
+from podium.observe.stats import BatchStats, LearnerStats, RewardPenalty, UpdateStats
 from podium.run.run_spec import SCORE, BatchSizes, OptimizerSpec
 from podium.sampling.groups import Group
 from podium.sharding import Params, to_devices
@@ -34,7 +34,7 @@ from podium.train.step import (
 )
 
 UPDATE, SCORE_BASE = "update", "score_base"
-"""Names of programs that are compiled ahead, beside SCORE and those of the roles."""
+"""Names of programs that are compiled ahead, in addition to SCORE and the roles' programs."""
 
 
 class Trainer:
@@ -52,11 +52,11 @@ class Trainer:
         frozen: Params | None = None,
         roles: Sequence[LoadedRole] = (),
     ) -> None:
-        """Make the programs; each is compiled on first use, or before it (`compile_ahead`).
+        """Make the programs; each is compiled on first use, or earlier (`compile_ahead`).
 
         `sizes` holds the shapes of all batches; the learning rate follows `schedule`. A batch that diverges is saved in
-        `folder`. `frozen` holds the base weights of LoRA's adapters. `roles` are the models beside the policy that
-        score batches, all that the recipe needs.
+        `folder`. `frozen` holds the base weights of LoRA's adapters. `roles` are the other models that score batches;
+        they must include all that the recipe needs.
         """
         self.frozen = frozen or {}
         self.recipe = recipe
@@ -66,9 +66,9 @@ class Trainer:
         self.programs = make_train_programs(settings, recipe, optimizer)
         self.train_step: TrainStep = self.programs.train_step
         self.learners: dict[str, Learner] = {}
-        """The models beside the policy that are trained, by the name of their role."""
+        """The trained models other than the policy, by role name."""
         self.followers = {each.role.name: each.role.follows for each in roles if each.role.follows is not None}
-        """How those that follow the policy do."""
+        """How each model that follows the policy does so, by role name."""
         models: list[Scorer] = []
         for each in roles:
             program = self.score if each.role.phase == SCORE else None
@@ -82,27 +82,26 @@ class Trainer:
 
     @property
     def score(self) -> CompiledScore:
-        """The program by which the policy, and models of its architecture, score a batch."""
+        """The program that scores a batch with the policy, and with other models of the same architecture."""
         return self.programs.score
 
     @property
     def fixed(self) -> Params:
-        """The weights beside the state that updates read.
-
-        They are the frozen ones, and the head of a model whose whole distributions are compared with the policy's.
+        """The weights that updates read in addition to the state: the frozen ones, and the head of a model whose whole
+        distributions are compared with the policy's.
         """
-        compared = next((each.params for each in self.scorers if each.name == TEACHER_HIDDEN), None)
+        compared = next((each.params for each in self.scorers if each.name == TAUGHT_HIDDEN), None)
         if compared is None or compared is self.frozen:  # which have the head
             return self.frozen
         return self.frozen | compared_head(compared)
 
     def compile_ahead(self, state: TrainState, ahead: CompileAhead) -> None:
-        """Begin to compile the updates, and the scores of models that change; `state` has the arrays of all states.
+        """Start compiling the updates, and the scoring programs of models that change, for the arrays of `state`.
 
-        Each call waits for its own program. All others are compiled at their first call: those of entropies, of frozen
-        models of other architectures, and of a user's scorers.
+        Each call waits for its own program. All other programs are compiled on their first call: for entropies, for
+        frozen models of other architectures, and for a user's scorers.
         """
-        width = next((each.decoder.width for each in self.scorers if each.name == TEACHER_HIDDEN), 0)
+        width = next((each.decoder.width for each in self.scorers if each.name == TAUGHT_HIDDEN), 0)
         scored = abstract_scored(self.sizes, self.recipe, self.settings, width=width)
         plain = abstract_batch(make_batch([], self.sizes)[0], self.settings.computing)
         alone = at_schedule_step(dataclasses.replace(state, models={}, coefs={}), 0)
@@ -121,9 +120,9 @@ class Trainer:
     def prepare(
         self, state: TrainState, groups: Sequence[Group], demonstrations: Sequence[Group] = ()
     ) -> tuple[list[Batch[jax.Array]], BatchStats]:
-        """Make the scored batches of a step's optimizer steps on the devices; `state` is that before the first.
+        """Make the scored batches of a step's optimizer steps on the devices; `state` is the state before the first.
 
-        `demonstrations` are mixed into its batches.
+        `demonstrations` are mixed into the batches.
         """
         self._ahead.wait(SCORE, SCORE_BASE, *(each.role.phase for each in self.learners.values()))
         recipe = self.recipe
@@ -140,14 +139,14 @@ class Trainer:
         )
 
     def log_ratios(self, state: TrainState, groups: Sequence[Group]) -> np.ndarray:
-        """The log-ratio of policy to reference of each completion of a few groups, in order; for preferences."""
+        """The log-ratio of policy to reference for each completion of a few groups, in order; used for preferences."""
         samples = [sample for n, group in enumerate(groups) for sample in group_samples(group, n, self.recipe)]
         policy = state.params | self.frozen
         self._ahead.wait(SCORE, SCORE_BASE)
         return log_ratios(samples, self.sizes, self.settings.computing, self._scorers(state), policy)
 
     def _scorers(self, state: TrainState) -> tuple[Scorer, ...]:
-        """The scorers of a step; those of models that change have the state's weights."""
+        """The scorers of a step; for models that change, with the state's weights."""
         return tuple(
             each if each.role is None else dataclasses.replace(each, params=state.weights(each.role))
             for each in self.scorers
@@ -159,15 +158,17 @@ class Trainer:
         batches: Sequence[Batch[jax.Array]],
         step: int,
         *,
-        charged: RewardKl | None = None,
+        penalty: RewardPenalty | None = None,
     ) -> tuple[TrainState, UpdateStats]:
-        """Run the updates of a step on the batches of `prepare`, as often as the recipe says; the policy's last.
+        """Run the updates of a step on the batches of `prepare`, as often as the recipe says; other models are updated
+        before the policy.
 
-        Then the models that follow the policy take their share of it, if the step is one at which they do.
+        Then models that follow the policy are mixed with it, if they are due at this step.
 
-        The learning rate follows the run's schedule: each step owns a share of it, and its updates have the last rates
-        of that share, however many updates there are. The state is donated; without batches it is returned unchanged.
-        Steps are counted from 0. `charged` is the KL in the step's rewards, if there is one.
+        The learning rate follows the run's schedule: each step covers an equal share of it, and the step's updates use
+        the last rates of that share, however many updates there are. The state is donated; without batches it is
+        returned unchanged. Steps are counted from 0. `penalty` is the KL penalty that was subtracted from the step's
+        rewards, if any.
 
         Raises:
             DivergedError: the loss or the gradient of a model is not finite.
@@ -183,7 +184,7 @@ class Trainer:
         alone = dataclasses.replace(state, models={}, coefs={})
         state, updated, coefs = self._update_policy(alone, batches, step, coefs)
         if batches:
-            found = charged.mean if charged is not None else updated.token_means.get("kl_reference")
+            found = penalty.mean_kl if penalty is not None else updated.token_means.get("kl_reference")
             coefs = after_step(self.recipe, coefs, kl=found)
         state = dataclasses.replace(state, models=models)
         models |= {
@@ -198,7 +199,9 @@ class Trainer:
     def _update_policy(
         self, state: TrainState, batches: Sequence[Batch[jax.Array]], step: int, coefs: dict[str, float]
     ) -> tuple[TrainState, UpdateStats, dict[str, float]]:
-        """Run the policy's updates of a step, none while another model warms up; also adapts `coefs` after each."""
+        """Run the policy's updates of a step, or none while another model warms up; adapts `coefs` after each
+        update.
+        """
         start = time.perf_counter()
         if any(step < learner.spec.warmup_steps for learner in self.learners.values()):
             batches = ()
@@ -216,7 +219,7 @@ class Trainer:
             state, metrics = self.train_step(at_schedule_step(state, position), given, fixed)
             metrics = jax.device_get(metrics)
             broken = int(metrics.pop("broken_row"))
-            if float(batch.num_tokens):  # else it holds demonstrations alone
+            if float(batch.num_tokens):  # otherwise it holds only demonstrations
                 coefs = after_update(self.recipe, coefs, entropy=float(metrics["entropy"]))
             shown = applied | {name: coefs[name] for name in (KL_COEF,) if name in coefs}
             made.append(_update_stats(metrics | shown, float(batch.num_tokens), rate))
@@ -227,13 +230,13 @@ class Trainer:
         return state, dataclasses.replace(stats, update_s=time.perf_counter() - start), coefs
 
     def _with_coefs(self, batch: Batch[jax.Array], coefs: Coefs) -> Batch[jax.Array]:
-        """The batch with adapted coefficients of the loss, on every device."""
+        """Add the loss's adapted coefficients to the batch, on every device."""
         sharding = self.settings.computing.sharding()
         placed = {name: to_devices(np.asarray(value, np.float32), sharding) for name, value in coefs.items()}
         return dataclasses.replace(batch, coefs=placed)
 
     def _diverged(self, step: int, batch: Batch[jax.Array], stats: UpdateStats, broken: int) -> str:
-        """Save the batch that diverged and return the message; `broken` is its first bad row, counted from the last."""
+        """Save the batch that diverged and return the message; `broken` is the first bad row, counted from the last."""
         path = self.folder / f"diverged-update-{step}.npz"
         arrays = {name: on_host(x) for name, x in batch.arrays().items()}
         if is_leader():
@@ -258,7 +261,7 @@ def _first_cause(arrays: dict[str, np.ndarray], broken: int) -> str:
 
 
 def _update_stats(metrics: Mapping[str, jax.Array | float], tokens: float, learning_rate: float) -> UpdateStats:
-    """The metrics of one `train_step`, on the host, with the coefficients that it adapts."""
+    """Convert the metrics of one `train_step` to host values."""
     values = {name: float(value) for name, value in metrics.items()}
     return UpdateStats(
         updates=1,

@@ -91,7 +91,7 @@ def test_an_optimizer_is_a_direction_and_the_rest_is_ours():
     updates, _ = optimizer.update(params, optimizer.init(params), params)
     np.testing.assert_allclose(updates["embed"], -0.05 * np.ones((2, 2)), rtol=1e-6)
     bad = load("train.optimizer.name=test_own_parts:nothing").train.optimizer
-    with pytest.raises(ValueError, match="gives float; it must give an optax transformation"):
+    with pytest.raises(ValueError, match="returns float; it must return an optax transformation"):
         make_optimizer(bad, 10, specs)
 
 
@@ -102,7 +102,7 @@ def test_an_optimizer_is_a_direction_and_the_rest_is_ours():
         ("algorithm.recipe=test_own_parts:RUN", "must be a podium.Recipe"),
         ("algorithm.recipe=grop", "did you mean grpo"),
         ("algorithm.loss=cliped", "did you mean clipped"),
-        ("algorithm.loss=nowhere:loss", "no module 'nowhere' here"),
+        ("algorithm.loss=nowhere:loss", "no module 'nowhere' found"),
         ("train.optimizer.name=adam", "did you mean adamw"),
         ("train.optimizer.name=test_own_parts:halve", "did you mean 'half'"),
     ],

@@ -1,5 +1,6 @@
 """A recipe as a whole: its loss, its corrections and KL, what has a gradient, and when rounding alone would clip."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from packed_rows import Batch, drawn, packed
 
 from podium.algorithms.losses import Tokens, entropy_loss, make_loss, narrow_clip_warning, policy_loss
 from podium.algorithms.recipe_options import make_recipe
-from podium.algorithms.recipes import RECIPES, Recipe
+from podium.algorithms.recipes import RECIPES, Recipe, Teaching
 from podium.config.schema import AlgorithmConfig
 
 SINGLE = [name for name, recipe in RECIPES.items() if not recipe.preferences]
@@ -43,6 +44,19 @@ def test_each_recipe_is_its_loss_and_reports_it(name: str) -> None:
     log_ratio = batch["logprobs"] - batch["sampled_logprobs"]
     np.testing.assert_allclose(stats["kl_sampled"], np.exp(log_ratio) - log_ratio - 1, rtol=1e-4, atol=1e-6)
     assert set(stats) == {"clip_low", "clip_high", "kl_sampled", *expected.stats}
+
+
+def test_the_divergence_to_another_model_is_added_with_its_weight() -> None:
+    batch = inputs()
+    old = batch["scores"]["old_logprobs"]
+    recipe = dataclasses.replace(recipe_of(recipe="grpo"), teaching=Teaching(weight=0.5, loss="full"))
+    divergence = np.abs(batch["logprobs"] - old)
+    values, stats = policy_loss(recipe, drawn(batch)._replace(divergence=jnp.asarray(divergence)))
+    ratio = np.exp(batch["logprobs"] - old)
+    term = -np.minimum(ratio * batch["advantages"], np.clip(ratio, 0.8, 1.2) * batch["advantages"])
+    np.testing.assert_allclose(values, term + 0.5 * divergence, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(stats["kl_teacher"], divergence)
+    assert "kl_teacher" not in policy_loss(recipe, drawn(batch))[1]
 
 
 def test_correction_weighs_the_policy_term_and_not_the_kl() -> None:

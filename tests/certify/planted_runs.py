@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from podium.algorithms import advantages, losses, recipes
-from podium.certify import batches, formulas, mixtures, training, updates
+from podium.certify import batch_variants, formulas, mixtures, training, updates
 from podium.models import decoder
 from podium.rollout import cache, cache_layout, device, engine, programs, sampling, scheduler
 from podium.rollout.sequence import Sequence
@@ -343,7 +343,7 @@ def rewards_of_the_group_before() -> Plant:
 def leave_one_out_by_the_whole_group() -> Plant:
     rloo = recipes.RECIPES["rloo"]
     own = dataclasses.replace(rloo, advantage=lambda rewards, lengths: rewards - np.nanmean(rewards, axis=1)[:, None])
-    return batches, "RECIPES", {**recipes.RECIPES, "rloo": own}
+    return batch_variants, "RECIPES", {**recipes.RECIPES, "rloo": own}
 
 
 def lambda_of_1() -> Plant:

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from podium.algorithms.recipes import LOSSES, RECIPES
 from podium.certify import command
-from podium.certify.batches import batch_checks, variants
+from podium.certify.batch_variants import variants
+from podium.certify.batches import batch_checks
 from podium.certify.check_result import Certificate, Check, largest
 from podium.certify.formulas import formula_cases
 from podium.certify.naive import in_float32, in_float64
@@ -19,9 +20,9 @@ from podium.certify.naive_optimizer import scheduled_rate
 from podium.certify.naive_rules import rules_of
 from podium.certify.report import as_object, print_certificate
 from podium.certify.rollout_devices import rollout_device_checks, with_room
-from podium.certify.subject import make_subject
+from podium.certify.small_run import make_subject, training_settings
 from podium.certify.tiny import tiny_clone
-from podium.certify.training import training_config, watch_training
+from podium.certify.training import watch_training
 from podium.certify.updates import (
     NaiveUpdate,
     Sizes,
@@ -233,7 +234,7 @@ def test_an_error_after_a_red_check_ends_the_checks_and_one_without_is_raised(mo
     found = command.make_certificate(make_subject(make_config()))
     assert found.checks == (GREEN, RED)
     assert found.causes == (RED,)
-    assert "all checks after mask: IndexError (index 16 is out of bounds); mend the red ones first" in found.skipped
+    assert "all checks after mask: IndexError (index 16 is out of bounds); fix the red ones first" in found.skipped
     monkeypatch.setattr(command, "STAGES", (lambda updates: ending(GREEN),))
     with pytest.raises(IndexError, match="out of bounds"):
         command.make_certificate(make_subject(make_config()))
@@ -296,7 +297,7 @@ def test_batches_of_preferences_are_right(loss, sampled):
     subject.__dict__["sampled"] = [group[: config.group_size] for group in sampled]
     found = list(batch_checks(Updates(subject)))
     assert [(check.name, check.difference) for check in found if not check.ok] == []
-    point = float(subject.sequences.point)
+    point = float(subject.sequences.scores.get("reference_point", 0.0))
     assert ("reference point" in [check.name for check in found]) == (loss == "kto") == (point > 0)
 
 
@@ -347,7 +348,7 @@ def test_the_certificate_of_a_run_that_changes_what_it_compares_with_is_green(ch
 def test_a_run_s_targets_are_what_the_clone_has_so_that_its_coefficients_move():
     algorithm = {"kl": "k2", "kl_coef": 0.1, "kl_target": 7.0, "entropy_target": 90.0, "entropy_step": 0.1}
     subject = make_subject(make_config(algorithm=algorithm, reference={"sync_every": 9}))
-    config = training_config(subject)
+    config = training_settings(subject).config
     assert 0 < config.algorithm.kl_target < 1 < config.algorithm.entropy_target < 6
     assert (config.algorithm.kl_gain, config.algorithm.entropy_bonus_max) == (2.0, 0.05)
     assert (config.steps, config.reference.sync_every) == (5, 2)

@@ -19,7 +19,7 @@ from planted_runs import Plant
 
 from podium.algorithms import advantages, controllers, losses, recipes, selection
 from podium.algorithms.recipes import REFERENCE_LOGPROBS
-from podium.certify import batches
+from podium.certify import batch_variants
 from podium.certify.answer_ends import ends_check
 from podium.certify.batches import batch_checks
 from podium.certify.check_result import Certificate, Check
@@ -30,7 +30,8 @@ from podium.certify.long_sequences import long_checks
 from podium.certify.mixtures import choice_check, mixture_check
 from podium.certify.rollout_devices import rollout_device_checks
 from podium.certify.small_moments import moments_check
-from podium.certify.subject import LONGEST_CONVERSATION, MAX_NEW_TOKENS, Subject, make_subject
+from podium.certify.small_run import LONGEST_CONVERSATION, make_subject
+from podium.certify.subject import MAX_NEW_TOKENS, Subject
 from podium.certify.updates import Updates
 from podium.config.schema import Config
 from podium.models import architecture, logprobs
@@ -169,7 +170,7 @@ def teacher_s_states_one_token_late() -> Plant:
 
     def planted(*given):
         made = original(*given)
-        late = {name: jnp.roll(x, 1, axis=2) for name, x in made.scores.items() if name == recipes.TEACHER_HIDDEN}
+        late = {name: jnp.roll(x, 1, axis=2) for name, x in made.scores.items() if name == recipes.TAUGHT_HIDDEN}
         return dataclasses.replace(made, scores={**made.scores, **late})
 
     return prepare, "with_scores", planted
@@ -375,7 +376,7 @@ def population_deviation() -> Plant:
     """GRPO's standard deviation divides by n."""
     grpo = recipes.RECIPES["grpo"]
     own = dataclasses.replace(grpo, advantage=functools.partial(grpo.advantage, std_ddof=0))
-    return batches, "RECIPES", {**recipes.RECIPES, "grpo": own}
+    return batch_variants, "RECIPES", {**recipes.RECIPES, "grpo": own}
 
 
 def whitened_over_episodes() -> Plant:

@@ -122,11 +122,20 @@ def test_an_unknown_key_says_the_way_out(errors, text, message):
          "write a value, or remove the key for the default"),
         ("steps: true", "steps: expected a whole number of at least 1, got true"),
         ("name: 7", 'name: expected text, got 7; write "7" with quotes'),
-        ("rollout: {top_p: 1.5}", "rollout.top_p: expected a number above 0 and at most 1, got 1.5"),
-        ("rollout: {repetition_penalty: 0.0}", "rollout.repetition_penalty: expected a number above 0, got 0.0"),
+        ("rollout: {top_p: 1.5}", "rollout.top_p: expected a number from 1e-06 to 1, got 1.5"),
+        ("rollout: {repetition_penalty: 0.0}",
+         "rollout.repetition_penalty: expected a number from 1e-06 to 1e+06, got 0.0"),
         ("rollout: {min_p: -1}", "rollout.min_p: expected a number of at least 0 and below 1, got -1"),
         ("rollout: {min_p: 1.0}", "rollout.min_p: expected a number of at least 0 and below 1, got 1.0"),
-        ("rollout: {temperature: .nan}", "rollout.temperature: expected a finite number above 0, got .nan"),
+        ("rollout: {temperature: .nan}",
+         "rollout.temperature: expected a finite number from 1e-06 to 1e+06, got .nan"),
+        ("rollout: {temperature: 1.0e-50}", "rollout.temperature: expected a number from 1e-06 to 1e+06, got 1.0e-50"),
+        ("rollout: {repetition_penalty: 1.0e+9}",
+         "rollout.repetition_penalty: expected a number from 1e-06 to 1e+06, got 1000000000.0"),
+        ("rollout: {top_p: 1.0e-50}", "rollout.top_p: expected a number from 1e-06 to 1, got 1.0e-50"),
+        ("rollout: {top_k: 2147483648}",
+         "rollout.top_k: expected a whole number from 0 to 1e+06, got 2147483648"),
+        ("eval: {temperature: 1.0e-50}", "eval.temperature: expected a number from 1e-06 to 1e+06, got 1.0e-50"),
         ("rollout: {stop: x}", "rollout.stop: expected a list, each text, got 'x'"),
         ("rollout: {dtype: bf16}", "rollout.dtype: expected one of auto, float32, bfloat16, "
          "got 'bf16'; did you mean bfloat16?"),
@@ -159,9 +168,10 @@ def test_a_wrong_value_says_the_rule(errors, text, message):
         ("train: {optimizer: {warmup_steps: 101}}", "train.optimizer.warmup_steps", "more than the run's 100"),
         ("grading: {overlong_buffer_tokens: 9}", "grading.overlong_buffer_tokens", "no task has a length reward"),
         ("eval: {greedy: false}", "eval.samples", "no question would be answered"),
+        ("eval: {temperature: 0.6}", "eval.temperature", "0.6 has no effect: eval.samples is 0, so evaluations"),
         ("checkpoint: {keep_best: 2}", "checkpoint.keep_best", "for example to 20"),
         ("checkpoint: {keep_every: 30}", "checkpoint.keep_every", "for example 40"),
-        ("checkpoint: {keep_every: 30, every_steps: 0}", "checkpoint.keep_every", "there is only the last"),
+        ("checkpoint: {keep_every: 30, every_steps: 0}", "checkpoint.keep_every", "only the last one is saved"),
     ],
 )
 def test_each_rule_between_settings_is_reported(errors, text, key, said):
@@ -266,15 +276,15 @@ def test_a_part_by_which_groups_are_left_out_must_be_one_of_every_task(errors):
 def test_what_a_teacher_cannot_be_combined_with_says_why_and_the_way_out(errors):
     teacher = "teacher: {model: demo}\n"
     (alone,) = errors("algorithm: {recipe: distill}\n")
-    assert "recipe distill learns from a teacher alone, and there is none; set teacher.model" in alone
+    assert "recipe distill learns only from a teacher, and teacher is not set; set teacher.model" in alone
     (dropped,) = errors(teacher + "algorithm: {recipe: dapo}\n")
     assert dropped.startswith("algorithm.zero_variance: completions of equal reward still learn from a teacher")
     (averaged,) = errors(teacher + "algorithm: {recipe: gspo}\n")
-    assert "teacher: gspo has one ratio for a completion" in averaged
+    assert "teacher: loss gspo uses one ratio per completion" in averaged
     (cut,) = errors(teacher + "rollout: {top_p: 0.9}\n")
-    assert "do not estimate the distance to a teacher over all of it; set it to 1" in cut
+    assert "do not estimate the KL to a teacher over all of it; set it to 1" in cut
     (penalised,) = errors(teacher + "rollout: {repetition_penalty: 1.2}\n")
-    assert penalised.startswith("rollout.repetition_penalty: tokens drawn with a penalty do not estimate the distance")
+    assert penalised.startswith("rollout.repetition_penalty: tokens sampled with a penalty do not estimate the KL")
     (unread,) = errors("teacher: {model: demo, reverse: 0.5}\n")
     assert unread.startswith("teacher.reverse: 0.5, and tokens that the policy draws estimate KL(policy || teacher)")
     (fused,) = errors("teacher: {model: demo, loss: full}\ntrain: {head: fused}\n")
@@ -295,18 +305,18 @@ def test_what_a_privileged_prompt_cannot_be_combined_with_says_why_and_the_way_o
     told = 'prompt: privileged, template: "{question} {answer}"'
     (missing,) = of("prompt: privileged")
     assert missing.startswith(
-        "teacher.prompt: privileged needs the text of the teacher's message; set teacher.template"
+        "teacher.prompt: privileged needs a template for the teacher's message; set teacher.template"
     )
     (unread,) = of('template: "{question}"')
-    assert "and the teacher reads the policy's prompt, so nothing reads it; set teacher.prompt to privileged" in unread
+    assert "has no effect, because the teacher reads the policy's prompt; set teacher.prompt to privileged" in unread
     (unread,) = of("max_prompt_tokens: 9")
-    assert unread.startswith("teacher.max_prompt_tokens: 9, and the teacher reads")
+    assert unread.startswith("teacher.max_prompt_tokens: 9 has no effect, because the teacher reads")
     (nameless,) = of('prompt: privileged, template: "think"')
     assert nameless.startswith("teacher.template: 'think' has no name in braces")
     (formatted,) = of('prompt: privileged, template: "{answer:>9}"')
     assert "write {question}, {answer} or a column's name" in formatted
     (full,) = of(f"{told}, loss: full")
-    assert full.startswith("teacher.prompt: privileged puts completions in other rows")
+    assert full.startswith("teacher.prompt: privileged places completions in other rows")
     (segments,) = of(told, "rollout: {thinking: segment}\n")
     assert "a conversation has several; set rollout.thinking to keep" in segments
     base = "model: demo\ntasks: [{name: guess}]\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tiny_decoder import DECODER
 
-from podium.certify.subject import make_subject
+from podium.certify.small_run import make_subject
 from podium.config.errors import ConfigError
 from podium.config.lora import LoraConfig
 from podium.models.architecture import rollout_decoder
@@ -68,8 +68,8 @@ def test_recipes_that_correct_in_their_own_way_keep_it(settings):
         ),
         (
             ["rollout.weights=w8a8", "lora.base=nf4"],
-            "rollout.weights: w8a8 would be a second copy, larger than lora.base nf4 and rounded once more; leave it"
-            " out, or set lora.base to int8 or bfloat16",
+            "rollout.weights: w8a8 would need a second copy of the weights, larger than lora.base nf4 and rounded once"
+            " more; leave it out, or set lora.base to int8 or bfloat16",
         ),
         (
             ["rollout.weights=int8", "lora.rollout=shared"],

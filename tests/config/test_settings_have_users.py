@@ -21,10 +21,8 @@ ALONE = {
     "chat_template_date": "templates write the date, which must not change when a run is resumed",
     "checkpoint.every_minutes": "machines that may be taken away",
     "data.filter.file": "where `podium filter` writes",
-    "data.progress.spread": "nobody has set it",
-    "data.progress.window": "nobody has set it",
-    "data.retire.keep": "nobody has set it",
-    "environments.group_seed": "nobody has set it",
+    "data.retire.keep": "few prompts: with its default, data of up to 64 never has one left out",
+    "environments.group_seed": "few prompts: of 4 a step, a game is learned only from several beginnings each",
     "environments.max_failed": "code of the user's may fail",
     "environments.retries": "code of the user's may fail",
     "environments.timeout_s": "code of the user's may hang",
@@ -39,10 +37,8 @@ ALONE = {
     "rollout.limits.max_drawn_tokens": "replies are not counted",
     "tasks.correct": "tasks without a reference answer",
     "tasks.curriculum.levels": "levels of a task are its own options",
-    "tasks.curriculum.spread": "nobody has set it",
-    "tasks.curriculum.window": "nobody has set it",
 }
-"""Settings that only Podium has, and what they are for; those that nobody has set may go."""
+"""Settings that only Podium has, and what they are for."""
 
 
 def leaves(section: type[Section], path: str = "") -> Iterator[tuple[str, str]]:

@@ -168,7 +168,7 @@ def test_a_broken_file_of_the_user_is_named(tmp_path, monkeypatch):
 def test_a_cpu_can_be_planned_for_once_it_is_calibrated(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert find_chip("cpu") is None
-    with pytest.raises(ValueError, match=r"--on cpu: .*After podium calibrate RUN plans know this CPU"):
+    with pytest.raises(ValueError, match=r"--on cpu: .*After podium calibrate RUN, plans know this CPU"):
         find_machine("cpu")
     user_file("cpu").parent.mkdir(parents=True)
     constants = {"flops_bf16": 1e11, "flops_f32": 1e11, "hbm_bandwidth": 1e10, "link_bandwidth": 1.0, "links": 1}

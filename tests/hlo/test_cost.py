@@ -242,3 +242,26 @@ def test_groups_over_several_machines_are_counted():
         for per_machine in (0, 4, 8)
     }
     assert found == {0: {1}, 4: {2}, 8: {1}}
+
+
+SLICES = """HloModule m, num_partitions=16
+ENTRY %main (p: f32[64,1024]) -> f32[64,1024] {
+  %p = f32[64,1024]{1,0} parameter(0)
+  %after-all = token[] after-all()
+  %send = (f32[64,1024]{1,0}, u32[], token[]) send(%p, %after-all), channel_id=2, is_host_transfer=true, \
+frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_reduce_operation="SUM",\
+_xla_megascale_target="{1,2,3,4}x{0:15}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %recv = (f32[64,1024]{1,0}, u32[], token[]) recv(%after-all), channel_id=1, is_host_transfer=true
+  %send-done = token[] send-done(%send), channel_id=2, is_host_transfer=true
+  %recv-done = (f32[64,1024]{1,0}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  ROOT %got = f32[64,1024]{1,0} get-tuple-element(%recv-done), index=0
+}
+"""
+
+
+def test_what_slices_sum_over_the_network_is_a_transfer_between_as_many_machines():
+    """A chip's part of the sum, 64 x 1024 float32, goes around a ring of four slices twice, but for its own quarter."""
+    cost = walk(parse(SLICES), {"dp": 1, "fsdp": 16, "sp": 1, "tp": 1}, per_machine=16)
+    (sent,) = (each for work in cost.works for each in work.transfers)
+    assert (sent.kind, sent.axes, sent.group, sent.machines) == ("all-reduce", ("dp",), 4, 4)
+    assert sent.sent == 64 * 1024 * 4 * 2 * 3 // 4

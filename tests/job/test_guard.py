@@ -334,7 +334,7 @@ def test_what_contradicts_itself_or_a_requirement_is_refused(environ, message):
 
 def test_devices_are_checked_against_the_accelerator():
     cluster = Cluster(worker=1, workers=4, coordinator="a:1", accelerator="v6e-16")
-    check_devices(cluster, processes=4, devices=16, local_devices=4)
+    check_devices(cluster, processes=4, devices=16, local_devices=4, slices=1)
     for counts, message in (
         ({"processes": 1, "devices": 4, "local_devices": 4}, "jax has 1 processes and the job has 4 workers"),
         ({"processes": 4, "devices": 15, "local_devices": 4}, "worker 1 has 4 devices of 15 and there are 4 workers"),
@@ -344,7 +344,11 @@ def test_devices_are_checked_against_the_accelerator():
         ),
     ):
         with pytest.raises(ClusterError, match=message):
-            check_devices(cluster, **counts)
+            check_devices(cluster, slices=1, **counts)
+    several = Cluster(worker=1, workers=8, coordinator="a:1", accelerator="2xv6e-16")
+    check_devices(several, processes=8, devices=32, local_devices=4, slices=2)
+    with pytest.raises(ClusterError, match=r"jax has 1 slices and 2xv6e-16 has 2; set MEGASCALE_NUM_SLICES"):
+        check_devices(several, processes=8, devices=32, local_devices=4, slices=1)
 
 
 def test_a_host_finds_itself_among_addresses():

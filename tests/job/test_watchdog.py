@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from podium.job.cluster import ClusterError
+from podium.job.guard import MissingError
 from podium.job.job_context import join_job
 from podium.job.job_records import ProgressReport, exit_status, first_failure, outcome, read_json, write_record
 from podium.job.watchdog import Watchdog
@@ -167,15 +168,16 @@ def test_a_message_is_one_line_of_bounded_length(tmp_path):
         (SystemExit(3), 3, "exception"),
         (SystemExit("text"), 1, "exception"),
         (ClusterError("alone"), 78, "guard"),
-        (ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer"), 1, "lost"),
-        (RuntimeError("UNAVAILABLE: tasks are unhealthy (stopped sending heartbeats)"), 1, "lost"),
-        (RuntimeError("DEADLINE_EXCEEDED: Barrier timed out"), 1, "lost"),
+        (ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer"), 134, "lost"),
+        (RuntimeError("UNAVAILABLE: tasks are unhealthy (stopped sending heartbeats)"), 134, "lost"),
+        (RuntimeError("DEADLINE_EXCEEDED: Barrier timed out"), 134, "lost"),
+        (MissingError("worker 1 is missing"), 75, "missing"),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 3 bytes"), 1, "exception"),
         (ValueError("a preempted barrier of mine"), 1, "exception"),
     ],
 )
 def test_errors_are_told_apart_by_whose_they_are(tmp_path, error, status, kind):
-    assert exit_status(error) == status
+    assert exit_status(error) == (1 if kind == "lost" else status)
     assert ProgressReport(tmp_path).failed(error) == status
     assert (read_json(tmp_path / "record.json") or {})["kind"] == kind
 

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podium.kernels.gpu_decode import Pages, Token, fits, paged_attention
+from podium.config.attention_blocks import gpu_kernel_decodes
+from podium.kernels.gpu_decode import Pages, Token, paged_attention
 
 L, N, K, G, P, Q = 2, 23, 2, 3, 16, 32
 LENGTHS = (1, 16, 17, 0, 90, 128)
@@ -72,8 +73,8 @@ def test_it_is_a_softmax_over_each_rows_visible_keys(layer, window, sinks):
 
 
 def test_sizes_that_triton_does_not_multiply_are_left_to_xla():
-    assert fits(16, 64)
-    assert fits(64, 128)
-    assert not fits(8, 64)
-    assert not fits(48, 64)
-    assert not fits(64, 80)
+    assert gpu_kernel_decodes(16, 64)
+    assert gpu_kernel_decodes(64, 128)
+    assert not gpu_kernel_decodes(8, 64)
+    assert not gpu_kernel_decodes(48, 64)
+    assert not gpu_kernel_decodes(64, 80)

@@ -57,7 +57,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[An
     [
         ("podium/absent", "check the name, or set HF_TOKEN if it is private"),
         ("podium/gated", "accept the terms on its hub page and set HF_TOKEN"),
-        ("podium/token", "not available from the hub (HfHubHTTPError: Client error '401"),
+        ("podium/token", "renew the login: hf auth login, or set HF_TOKEN"),
         ("podium/forbidden", "not available from the hub (HfHubHTTPError: "),
         ("podium/broken", "not available from the hub (HfHubHTTPError: Server error '500"),
         ("podium/portal", "not available from the hub (JSONDecodeError: "),

@@ -108,7 +108,60 @@ def test_a_service_that_cannot_be_reached_at_the_start_stops_nothing(tmp_path, m
     monkeypatch.setattr("podium.observe.writers.make_service", unreachable)
     run = write_run(make_config(tmp_path), [(1, {})], announce=messages.append)
     assert len(read_lines(run.path / METRICS)) == 1
-    assert len(messages) == 1
+    assert messages == [
+        "waiting for far, for 30 minutes: TimeoutError: no answer",
+        "far failed (TimeoutError: no answer); nothing more is sent to it; metrics.jsonl continues",
+    ]
+
+
+class SlowClock:
+    """A clock that passes when it is told to."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+@pytest.mark.parametrize("outage_s", [600.0, 1700.0, 3600.0])
+def test_a_service_that_is_back_within_half_an_hour_gets_every_line(tmp_path, monkeypatch, name, outage_s):
+    clock, got, messages, attempts = SlowClock(), [], [], []
+
+    class Service:
+        def write(self, step, metrics):
+            got.append(step)
+
+        def close(self, *, failed):
+            got.append("closed")
+
+    def connect(*args, **options):
+        attempts.append(clock.now)
+        if clock.now < outage_s:
+            clock.now += 5.0
+            raise ConnectionError("no route to host")
+        return Service()
+
+    monkeypatch.setattr("podium.observe.writers.service_names", lambda config: [name])
+    monkeypatch.setattr("podium.observe.writers.make_service", connect)
+    config = make_config(tmp_path)
+    with (
+        RunDir.open(run_home(config.runs_dir, config.name), config.document()) as run,
+        MetricWriter(run, config.metrics, announce=messages.append, clock=clock) as writer,
+    ):
+        for step in range(1, 241):
+            clock.now += 10.0
+            writer.write(step, {"a": 1.0})
+    assert len(read_lines(run.path / METRICS)) == 240
+    if outage_s < 1800:
+        assert got == [*range(1, 241), "closed"]
+        assert messages == [f"waiting for {name}, for 30 minutes: ConnectionError: no route to host"]
+    else:
+        assert got == []
+        assert messages[1:] == [
+            f"{name} failed (ConnectionError: no route to host); nothing more is sent to it; metrics.jsonl continues"
+        ]
+    assert 5.0 * len(attempts) < clock.now / 5, "most of the time is training's"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +174,7 @@ def test_a_service_that_cannot_be_reached_at_the_start_stops_nothing(tmp_path, m
 )
 def test_a_missing_package_is_an_error_that_names_the_extra(tmp_path, monkeypatch, metrics, key, extra):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ServiceError, match=rf"{key} asks for {extra}, .* pip install 'podium-rl\[{extra}\]'"):
+    with pytest.raises(ServiceError, match=rf"{key} needs {extra}, .* pip install 'podium-rl\[{extra}\]'"):
         service_names(make_config(tmp_path, **metrics).metrics)
 
 
@@ -181,7 +234,7 @@ def run_program(program, **environment):
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, **environment},
+        env={**{name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}, **environment},
         stdin=subprocess.DEVNULL,
     )
 
@@ -205,8 +258,9 @@ def test_wandb_online_without_network_is_announced_and_stops_nothing(tmp_path):
     nowhere = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": str(tmp_path)}
     done = run_program(ONLINE.format(tree=config.model_dump(mode="json")), **nowhere)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("wandb failed (CommError: ")
-    assert len(done.stdout.splitlines()) == 1
+    assert done.stdout.startswith("waiting for wandb, for 30 minutes: CommError: ")
+    assert "\nwandb failed (CommError: " in done.stdout
+    assert len(done.stdout.splitlines()) == 2
     assert '"train-other/loss": 0.5' in (tmp_path / "runs/demo" / METRICS).read_text()
 
 

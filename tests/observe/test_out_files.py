@@ -14,7 +14,7 @@ def test_a_new_file_must_be_new_and_have_a_folder(tmp_path):
     (tmp_path / "answers.jsonl").touch()
     with pytest.raises(UsageError, match=r"--out .*answers.jsonl: exists already; name a new file, or delete it"):
         check_new(tmp_path / "answers.jsonl", "--out")
-    with pytest.raises(UsageError, match=r"there is no folder .*none; make it"):
+    with pytest.raises(UsageError, match=r"the folder .*none does not exist; create it"):
         check_new(tmp_path / "none" / "answers.jsonl", "--out")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="exists already"):
@@ -34,7 +34,7 @@ def test_a_page_is_replaced_by_the_next_of_its_kind_alone(tmp_path):
         check_page(page, "--html", "podium plan: a.yaml on v6e-8")
     with pytest.raises(UsageError, match="is not a file"):
         check_page(tmp_path, "--html", "podium plan: a.yaml on v6e-8")
-    with pytest.raises(UsageError, match="there is no folder"):
+    with pytest.raises(UsageError, match=r"the folder .* does not exist"):
         check_page(tmp_path / "none" / "plan.html", "--html", "podium plan: a")
 
 

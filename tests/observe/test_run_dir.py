@@ -155,7 +155,7 @@ def test_a_stored_config_that_cannot_be_read_is_an_error_with_a_way_out(tmp_path
     run = open_and_close(make_config(tmp_path))
     (run.path / "config.yaml").write_bytes(content)
     with pytest.raises(
-        RunFileError, match=rf"(?s)is not a config \({problem}\); Podium .* wrote it, .*; or set another"
+        RunFileError, match=rf"(?s)is not a valid config \({problem}\); Podium .* wrote it, .*; or set another"
     ):
         open_run(make_config(tmp_path))
 
@@ -164,7 +164,7 @@ def test_a_stored_config_that_cannot_be_read_is_an_error_with_a_way_out(tmp_path
 def test_a_stored_fork_that_cannot_be_read_is_an_error_with_a_way_out(tmp_path, content):
     run = open_and_close(make_config(tmp_path), fork=Fork("runs/other", 3))
     (run.path / "fork.json").write_bytes(content)
-    with pytest.raises(RunFileError, match=r"fork\.json does not name the run and the step .*; put back a copy"):
+    with pytest.raises(RunFileError, match=r"fork\.json does not name the run and step .*; put back a copy"):
         open_run(make_config(tmp_path))
 
 
@@ -264,7 +264,7 @@ def test_a_run_that_exists_cannot_begin_elsewhere(tmp_path):
     source = open_and_close(make_config(tmp_path)).path
     child = make_config(tmp_path, name="child")
     open_and_close(child)
-    with pytest.raises(RunFileError, match=r"did not begin from another run, and --from asks for .*@20; leave --from"):
+    with pytest.raises(RunFileError, match=r"did not start from another run, and --from asks for .*@20; leave --from"):
         open_run(child, fork=Fork(str(source), 20))
 
 
@@ -313,7 +313,7 @@ def test_records_that_grew_after_the_checkpoint_are_whole(tmp_path):
 @pytest.mark.parametrize(
     "lines, said",
     [
-        (None, "the file is missing, which had 3 lines"),
+        (None, "the file, which had 3 lines, is missing"),
         ([0], "it has 1 of 3 lines"),
         ([0, 2, 3], "it has 2 of 3 lines"),
         ([1, 0, 2, 3], "lines have changed"),
@@ -326,7 +326,7 @@ def test_records_that_were_damaged_are_said(tmp_path, name, lines, said):
     if lines is not None:
         (path / name).write_text("".join(before[each] for each in lines))
     (line,) = checked(tmp_path, extents)
-    assert line.startswith(f"{name} is not what it was when step 3 was saved: {said}")
+    assert line.startswith(f"{name} has changed since step 3 was saved: {said}")
     assert "the run continues" in line
 
 
@@ -380,9 +380,7 @@ def test_a_run_says_which_version_trained_it_before(tmp_path):
     record = json.loads((run.path / "run.json").read_text())
     assert record["podium"] == podium.__version__
     (run.path / "run.json").write_text(json.dumps({**record, "podium": "0.0.7"}))
-    said = [
-        f"this run was last trained by Podium 0.0.7, and continues with {podium.__version__}: it may not be bit for"
-    ]
+    said = [f"this run was last trained by Podium 0.0.7, and continues with {podium.__version__}: results may not be"]
     with open_run(make_config(tmp_path)) as again:
         assert [line[: len(said[0])] for line in again.compare({}, 1, [1])] == said
     assert json.loads((run.path / "run.json").read_text()) == record
@@ -398,7 +396,9 @@ def test_a_run_of_a_newer_version_is_named_with_that_version(tmp_path):
     with (run.path / "config.yaml").open("a") as file:
         file.write("of_the_future: 1\n")
     rule = f"Podium 9.8.7 wrote it, and this is {podium.__version__}: use that version, pip install podium-rl==9.8.7"
-    with pytest.raises(RunFileError, match=rf"(?s)is not a config \(of_the_future: Extra .*\); {re.escape(rule)}"):
+    with pytest.raises(
+        RunFileError, match=rf"(?s)is not a valid config \(of_the_future: Extra .*\); {re.escape(rule)}"
+    ):
         open_run(make_config(tmp_path))
     with pytest.raises(ConfigError, match=rf"(?s)of_the_future: unknown key.*{re.escape(rule)}"):
         load_settings([run.path / "config.yaml"], [], {})
@@ -409,9 +409,7 @@ def test_the_identity_of_another_run_is_refused(tmp_path):
     own = json.loads((run.path / "run.json").read_text())["run"]
     (run.path / "identity.json").write_text('{"run": "another"}')
     before = (run.path / "config.yaml").read_bytes()
-    rule = (
-        rf"is the folder of run {own} \(run.json\), and identity.json there is of run another, .* begin a run with an"
-    )
+    rule = rf"is the folder of run {own} \(run.json\), and identity.json in it belongs to run another, .* start a run"
     with pytest.raises(RunFileError, match=rule):
         open_run(make_config(tmp_path))
     assert (run.path / "config.yaml").read_bytes() == before
@@ -423,7 +421,9 @@ def test_a_checkpoint_of_other_settings_is_refused_by_the_keys_that_differ(tmp_p
         run.check_saved(make_config(tmp_path, seed=1).document(), 0)
         same = make_config(tmp_path)
         run.check_saved(same.model_copy(update={"mesh": "fsdp:2", "steps": 7}).document(), 3)
-        with pytest.raises(RunFileError, match=r"(?s)step 3 in .* was saved with other settings.*seed: 1 there, 0 now"):
+        with pytest.raises(
+            RunFileError, match=r"(?s)step 3 in .* was saved with settings that differ.*seed: 1 there, 0 now"
+        ):
             run.check_saved(same.model_copy(update={"seed": 1}).document(), 3)
-        with pytest.raises(RunFileError, match=r"is not of this version \(of_the_future: Extra"):
+        with pytest.raises(RunFileError, match=r"was not written by this version \(of_the_future: Extra"):
             run.check_saved({**same.document(), "of_the_future": 1}, 3)

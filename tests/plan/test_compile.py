@@ -20,6 +20,7 @@ from podium.hlo.cost import unknown_loops, walk
 from podium.hlo.hlo_text import parse
 from podium.hlo.memory import Memory
 from podium.plan.compiled import compile as compiling
+from podium.plan.compiled import tpu_compile
 from podium.plan.compiled.compile import CompileProgress, CompilerError, answer_key, cache_folder, compile_phases
 from podium.plan.compiled.compile_worker import Job, _compile_kernels, looped_work, named_memory
 from podium.plan.compiled.phases import phase_programs
@@ -140,6 +141,26 @@ def test_a_program_is_known_long_before_its_code():
     never.set()
     assert (made.memory.peak, made.refusal, made.whole) == (18_714_980_032, None, False)
     assert made.text == "HloModule jit_f" and made.memory.code == CODE_PER_TEXT * len(made.text)
+
+
+def test_a_program_whose_code_comes_while_it_is_read_is_not_taken_for_whole(monkeypatch):
+    """Its code is still the estimate, which would be kept as the compiler's own number."""
+    read, compiler = threading.Event(), list[threading.Thread]()
+
+    def end() -> Any:
+        compiler.append(threading.current_thread())
+        assert read.wait(60)
+        return types.SimpleNamespace(cost_analysis=dict)
+
+    def memory(**sizes: int) -> Memory:
+        read.set()
+        compiler[0].join(60)
+        return Memory(**sizes)
+
+    monkeypatch.setattr(tpu_compile, "Memory", memory)
+    made = compile_tpu(Lowered(end, accepted=True), whole=False)
+    assert not compiler[0].is_alive() and (made.whole, made.counted) == (False, None)
+    assert made.memory.code == CODE_PER_TEXT * len(made.text)
 
 
 def test_the_report_of_an_older_compiler_is_read_too():

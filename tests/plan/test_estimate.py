@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 from typing import Any
@@ -112,13 +113,7 @@ class Programs:
         train, rollout = (ShardingRules(self.mesh, axes) for axes in (TRAIN_AXES, ROLLOUT_AXES))
         run, dtype = Planned.of(config, CPU, model).sizes, jnp.dtype(jnp.float32)
         settings = TrainSettings(
-            decoder=model,
-            mesh=self.mesh,
-            dtype=dtype,
-            temperature=1.0,
-            remat=config.train.remat,
-            head_chunk_tokens=config.train.head_chunk_tokens,
-            attention=run.update.attention,
+            model, self.mesh, dataclasses.replace(run.update, dtype="float32", tokens_per_gather=0)
         )
         recipe = make_recipe(config.algorithm, group_size=config.group_size, prompts_per_step=config.prompts_per_step)
         optimizer = make_optimizer(config.train.optimizer, 10, specs)

@@ -309,7 +309,10 @@ def test_a_model_without_a_config_is_written_whole(podium):  # noqa: F811
     [
         (("--write", "mine.yaml"), "--write writes the settings that --fit finds for one machine; add --fit, or drop"),
         (("--fit", "--write", "run.yaml"), "--write run.yaml: exists already; name a new file, or delete it"),
-        (("--fit", "--write", "none/mine.yaml"), "--write none/mine.yaml: there is no folder none; make it, or"),
+        (
+            ("--fit", "--write", "none/mine.yaml"),
+            "--write none/mine.yaml: the folder none does not exist; create it, or",
+        ),
         (("--fit", "--search", "rollout.slots"), "--search and --fit cannot be combined; give only one"),
         (("--search", "rollout.slots,train.remat"), "--search rollout.slots,train.remat: takes one key; --fit finds"),
     ],

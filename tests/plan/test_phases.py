@@ -28,9 +28,9 @@ from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batches.batch import make_batch
 from podium.train.batches.samples import single_answer
 from podium.train.scorers import LoadedRole, with_scores
-from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
+from podium.train.setup import make_run_optimizer, run_spec
 from podium.train.state import init_state
-from podium.train.step import shard_batch
+from podium.train.step import TrainSettings, shard_batch
 from podium.train.trainer import Trainer
 from tests.plan.estimated import tiny_config
 
@@ -71,7 +71,7 @@ def make_trainer(config: Config, reference: Any) -> Trainer:
     spec = run_spec(config, DECODER, mesh)
     return Trainer(
         spec.recipe,
-        make_train_settings(spec.update, DECODER, mesh),
+        TrainSettings(DECODER, mesh, spec.update),
         make_run_optimizer(spec.optimizer, DECODER),
         sizes=spec.batch,
         schedule=spec.optimizer,
@@ -237,7 +237,7 @@ def test_a_teachers_hidden_states_are_part_of_the_batch_and_its_head_an_argument
     _, batch, frozen = programs["update"].arguments
     kept = batch.scores["teacher_hidden"]
     assert (made.shape, made.dtype) == (kept.shape, kept.dtype) == ((*batch.tokens.shape, 16), jnp.float32)
-    head = frozen["teacher_head"]
+    head = frozen["taught_head"]
     assert head.shape == (DECODER.vocab, 16)
     held = programs["sync"].residents["teacher_weights"] - programs["update"].residents["teacher_weights"]
     assert held == device_bytes(head)

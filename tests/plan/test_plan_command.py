@@ -192,7 +192,7 @@ FAST = ("run.yaml", "--tpu", "v6e-8", "--fast")
         ((*FAST, "--prices", "none.yaml"), "prices none.yaml: cannot be read (No such file or directory)"),
         (
             (*FAST, "--html", "none/plan.html"),
-            "--html none/plan.html: there is no folder none; make it, or name another",
+            "--html none/plan.html: the folder none does not exist; create it, or name another",
         ),
         ((*FAST, "--search", "seed"), "--search seed: cannot be searched; search one of train.rows_per_device, "),
         ((*FAST, "--search", "rollout.slots", "--compare", "seed=1,2"), "--search and --compare cannot be combined"),

@@ -3,6 +3,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -30,10 +31,11 @@ from podium.settings import load_settings
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batches.batch import make_batch
 from podium.train.batches.samples import single_answer
+from podium.train.open import say_what_was_chosen
 from podium.train.scorers import LoadedRole, with_scores
-from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
+from podium.train.setup import make_run_optimizer, run_spec
 from podium.train.state import init_state
-from podium.train.step import shard_batch
+from podium.train.step import TrainSettings, shard_batch
 from podium.train.trainer import Trainer
 from tests.plan.estimated import decoder as decoder_of
 from tests.plan.estimated import tiny_config
@@ -64,7 +66,7 @@ class TrainerAndBatch:
         rules, spec = ShardingRules(mesh, TRAIN_AXES), run_spec(config, DECODER, mesh)
         optimizer = make_run_optimizer(spec.optimizer, DECODER)
         params, reference = (init_params(0, param_specs(DECODER), rules) for _ in range(2))
-        settings = make_train_settings(spec.update, DECODER, mesh)
+        settings = TrainSettings(DECODER, mesh, spec.update)
         self.trainer = Trainer(
             spec.recipe,
             settings,
@@ -332,6 +334,17 @@ def test_gradients_alone_go_over_the_network_where_machines_hold_copies():
     assert network_bytes(one, "update", 10**6) == 0
 
 
+def test_two_slices_hold_what_one_does_and_sum_gradients_over_the_network():
+    """A chip of 2xv6e-4 has the weights of one of v6e-4; its part of the gradients is sent once over the network."""
+    one, two = (Planned.of(tiny_config(), find_accelerator(name), DECODER) for name in ("v6e-4", "2xv6e-4"))
+    assert (two.sizes.mesh["dp"], two.sizes.mesh["fsdp"]) == (2, 4)
+    assert two.sizes.own_count == one.sizes.own_count
+    assert network_bytes(two.sizes, "update", 10**6) == 2 * 4 * two.sizes.own_count // 2
+    assert network_bytes(two.sizes, "decode", 10**6) == network_bytes(one.sizes, "update", 10**6) == 0
+    plans = [make_plan(each, fast=True) for each in (one, two)]
+    assert plans[1].devices == 2 * plans[0].devices
+
+
 def test_a_search_for_a_cut_counts_where_sampling_is_cut():
     assert [_skipped(tiny_config(rollout=cut).rollout) for cut in ({}, {"top_k": 5}, {"top_p": 0.9})] == [
         ["sample"],
@@ -460,3 +473,25 @@ def test_a_plan_says_how_much_more_a_padded_cache_takes(head_dim, times):
     found = [note for note in notes if "KV cache takes" in note]
     assert len(found) == (times is not None)
     assert all(f"takes {times} times" in note for note in found)
+
+
+@pytest.mark.parametrize(
+    ("page_tokens", "head_dim", "said"),
+    [
+        (48, 64, "rollout.page_tokens is 48; set it to 64"),
+        (8, 64, "rollout.page_tokens is 8; set it to 64"),
+        (64, 80, "the model's heads have 80 elements"),
+        (32, 64, ""),
+    ],
+)
+def test_a_gpu_whose_kernel_cannot_decode_is_named_in_the_plan_and_as_the_run_begins(page_tokens, head_dim, said):
+    config = tiny_config(rollout={"page_tokens": page_tokens})
+    decoder = decoder_of(vocab=512, width=256, layers=2, heads=4, kv_heads=2, head_dim=head_dim, mlp_width=512)
+    for name, expected in (("h100-1", said), ("v6e-1", "")):
+        planned = Planned.of(config, find_accelerator(name), decoder)
+        lines: list[str] = []
+        feed = SimpleNamespace(tasks=SimpleNamespace(labels=[]), dialogues=[])
+        say_what_was_chosen(planned.sizes.spec, [], feed, SimpleNamespace(say=lines.append))  # pyright: ignore[reportArgumentType]
+        for texts in (make_plan(planned, fast=True).notes, lines):
+            found = [text for text in texts if text.startswith("decode: XLA reads the cache")]
+            assert [text.endswith(expected) for text in found] == ([True] if expected else [])

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from podium.accelerators import GPUS, accelerators, find_accelerator, pool_share, reserve_gpu_memory, usable_gpu_memory
+from podium.accelerators import (
+    GPUS,
+    accelerators,
+    find_accelerator,
+    pool_share,
+    recognise,
+    reserve_gpu_memory,
+    usable_gpu_memory,
+)
 from podium.plan.calibration import load_chip
 from podium.plan.request.topology import compiler_environment, gpu_target, missing_library, topology_devices
 
@@ -79,7 +87,7 @@ POOL_VARIABLES = ["XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"]
 @pytest.mark.parametrize("name", POOL_VARIABLES)
 def test_a_share_that_is_none_is_refused(monkeypatch, name, share):
     monkeypatch.setenv(name, share)
-    with pytest.raises(ValueError, match=f"{name}={share}: expected a share of the memory"):
+    with pytest.raises(ValueError, match=f"{name}={share}: expected a fraction of the memory"):
         pool_share()
 
 
@@ -122,8 +130,30 @@ def test_a_plan_on_the_cpu_says_what_to_do_instead():
 def test_machines_of_gpus_are_joined_where_their_network_has_a_figure():
     assert shape("h100-16") == ("h100", 16, 2, 8, ())
     assert (find_accelerator("h100-16").slices, find_accelerator("h100-16").topology) == (2, "2x1x8")
-    with pytest.raises(ValueError, match=r"l4-16: .*no figure of the network.*plan one machine, as l4-8, or .*h100"):
+    with pytest.raises(
+        ValueError, match=r"l4-16: .*the bandwidth between machines.*plan for one machine, l4-8, or .*h100"
+    ):
         find_accelerator("l4-16")
+
+
+def test_several_slices_are_one_machine_whose_devices_are_counted_together():
+    two = find_accelerator("2xv6e-16")
+    assert (two.name, two.slice_name, two.platform) == ("2xv6e-16", "v6e-16", "tpu")
+    assert (two.devices, two.hosts, two.slices, two.devices_per_host, two.devices_per_slice) == (32, 8, 2, 4, 16)
+    assert two.topology == "v6e:4x4"
+    assert two.topology_options == {"chips_per_host_bounds": (2, 2, 1), "num_slices": 2}
+    assert find_accelerator("1xv6e-16") is find_accelerator("v6e-16")
+    assert recognise("TPU v6 lite", 32, 2) == two
+    assert recognise("TPU v4", 16, 2) == find_accelerator("2xv4-16")
+    assert recognise("NVIDIA H100 80GB HBM3", 16, 2) is find_accelerator("h100-16")
+    with pytest.raises(ValueError, match="2xh100-8: write a number of slices before a type of TPU"):
+        find_accelerator("2xh100-8")
+
+
+@pytest.mark.parametrize("kind", ["v4", "v5e", "v5p", "v6e"])
+def test_slices_have_a_network_far_slower_than_their_links(kind):
+    constants = json.loads((CHIPS / f"{kind}.json").read_text())["constants"]
+    assert 0 < constants["network_bandwidth"]["value"] < constants["link_bandwidth"]["value"] / 5
 
 
 @pytest.mark.parametrize(("name", "extra"), [("v6e-8", "tpu"), ("h100-8", "plan-gpu")])

@@ -71,18 +71,21 @@ def of_processes(folder: Path) -> Figures:
     return figures([json.loads((folder / str(each) / "progress.json").read_text())["metrics"] for each in range(2)])
 
 
-def submit(slurm: Slurm, folder: Path, **settings: Any) -> str:
+def submit(slurm: Slurm, folder: Path, *, limit: str = "1:00:00", **settings: Any) -> str:
     """Hand a tiny run to Slurm; the job's number."""
     slurm.environment |= on_cpu(1)
-    words = ("--nodes", "2", "--python", sys.executable, "--time", "1:00:00")
+    words = ("--nodes", "2", "--python", sys.executable, "--time", limit)
     script = podium("slurm", str(config(folder, **settings)), *words)
     path = folder / "job.sh"
     path.write_text(script.replace(":8476", f":{free_port()}"))
     return slurm.run("sbatch", "--parsable", str(path), cwd=folder)
 
 
-def manifest(folder: Path, *words: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(podium("k8s", str(config(folder)), "--image", "podium:1", *words)))
+def container(folder: Path, *words: str, **settings: Any) -> dict[str, Any]:
+    """The container of the JobSet of a tiny run."""
+    written = podium("k8s", str(config(folder, **settings)), "--image", "podium:1", "--claim", "runs", *words)
+    _, jobset = yaml.safe_load_all(written)
+    return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
 
 
 def on_cpu(devices: int) -> dict[str, str]:
@@ -90,10 +93,10 @@ def on_cpu(devices: int) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
 
 
-def run_alone(folder: Path) -> Figures:
+def run_alone(folder: Path, devices: int = 2) -> Figures:
     """Train in one process that has as many devices as two; the figures of its steps."""
     command = [sys.executable, "-m", "podium.cli", "train", str(config(folder)), "--plain"]
-    subprocess.run(command, cwd=folder, env={**os.environ, **on_cpu(2)}, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, cwd=folder, env={**os.environ, **on_cpu(devices)}, check=True, stdout=subprocess.DEVNULL)
     return of_steps(folder)
 
 
@@ -109,23 +112,42 @@ def run_by_slurm(slurm: Slurm, folder: Path) -> tuple[Figures, Figures]:
 
 def run_by_jobset(folder: Path) -> tuple[Figures, Figures]:
     """The same of two pods: the container's own command and variables, with the first's address instead of its name."""
-    jobset = manifest(folder, "--type", "h100-1", "--nodes", "2", "--claim", "runs")[1]
-    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    container = pod["containers"][0]
-    (script,) = container["args"]
-    script = script.replace("/etc/podium/config.yaml", str(folder / "job.yaml")).replace(
-        "exec python", f"exec {sys.executable}"
-    )
-    given = {each["name"]: each.get("value", "0") for each in container["env"]}
+    own = container(folder, "--type", "h100-1", "--nodes", "2")
+    return _run_pods(folder, own, [{"JOB_COMPLETION_INDEX": str(index)} for index in range(2)], devices=1)
+
+
+SLICE_DEVICES = 4
+
+
+def run_by_slices(folder: Path) -> tuple[Figures, Figures]:
+    """The same of two slices, of which each is one pod of four devices instead of four pods.
+
+    The config's mesh is refused unless the run has two slices, and so is a job whose slices are not its type's.
+    """
+    own = container(folder, "--type", "2xv6e-16", mesh="dcn:2,fsdp:-1")
+    own["args"] = [own["args"][0].replace(":-0} * 4", ":-0} * 1")]
+    slices = [{"MEGASCALE_SLICE_ID": str(index), "JOB_COMPLETION_INDEX": "0"} for index in range(2)]
+    smaller = {"PODRUN_WORKERS": "2", "PODRUN_ACCELERATOR": f"2xv6e-{SLICE_DEVICES}"}
+    return _run_pods(folder, own, [each | smaller for each in slices], devices=SLICE_DEVICES)
+
+
+def _run_pods(
+    folder: Path, own: dict[str, Any], places: list[dict[str, str]], *, devices: int
+) -> tuple[Figures, Figures]:
+    """Run a container's command in a process for each of `places`, the variables that its pod alone has."""
+    (script,) = own["args"]
+    script = script.replace("/etc/podium/config.yaml", str(folder / "job.yaml"))
+    script = script.replace("exec python", f"exec {sys.executable}")
+    given = {each["name"]: each.get("value", "0") for each in own["env"]}
     assert given["PODRUN_COORDINATOR"] == "job-workers-0-0.job:8476"
-    given |= {"PODRUN_COORDINATOR": f"127.0.0.1:{free_port()}", **on_cpu(1)}
+    given |= {"PODRUN_COORDINATOR": f"127.0.0.1:{free_port()}", **on_cpu(devices)}
     processes = []
-    for index in range(2):
-        environment = {**os.environ, **given, "JOB_COMPLETION_INDEX": str(index)}
+    for index, place in enumerate(places):
         with (folder / f"log{index}").open("wb") as log:
-            command = [*container["command"], script]
+            command, environment = [*own["command"], script], {**os.environ, **given, **place}
             processes.append(subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log))
-    assert [process.wait(400) for process in processes] == [0, 0], (folder / "log0").read_text()[-3000:]
+    ends = [process.wait(400) for process in processes]
+    assert ends == [0, 0], "\n".join((folder / f"log{index}").read_text()[-3000:] for index in range(len(places)))
     jobs = folder / "runs" / "jobs" / "job-0"
     assert report([str(jobs)]) == 0
     return of_steps(folder), of_processes(jobs)

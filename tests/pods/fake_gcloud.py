@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from podium.pods.gcloud import Finished, Gcloud, Runner
+from podium.pods.launch import RunSpec
+from podium.pods.project import Project
+from podium.pods.push import Package
+from podium.pods.secrets import Secrets
 from podium.pods.slices import Slices
 from tests.pods.clock import Clock
 from tests.pods.fake_tpu import ApiError, FakeTpu, LostError
@@ -226,10 +230,27 @@ class Cloud:
         self.gcloud = FakeGcloud(self.fake, self.clock, hosts)
         self.said: list[str] = []
 
-    def owned_by(self, owner: str, runner: Runner | None = None) -> Slices:
+    def owned_by(self, owner: str, runner: Runner | None = None, *, follows: bool = False) -> Slices:
         """An owner's view of it."""
         gcloud = Gcloud(runner or self.gcloud)
-        return Slices(gcloud, owner=owner, clock=self.clock, say=self.said.append, parallel=1)
+        return Slices(gcloud, owner=owner, clock=self.clock, say=self.said.append, parallel=1, follows=follows)
+
+
+def made_spec(name: str, file: Path) -> RunSpec:
+    """A run whose code is one file."""
+    package = Package(key="code-1", files=(file,), inside="", extras=("tpu",), environment="e", python=None)
+    config, secrets = f"name: {name}\n", Secrets({})
+    return RunSpec(name=name, config=config, package=package, accelerator="v4-16", secrets=secrets, environment={})
+
+
+class Heard(Project):
+    """A project whose attribute `hear` gets each line that it says, and that answers nothing."""
+
+    def say(self, line: str) -> None:
+        self.__dict__["hear"](line)
+
+    def answer(self, text: str, *, end: str = "\n") -> None:
+        pass
 
 
 def _node(flags: dict[str, str]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ STOPPED = status("finished", 143, kind="stopped")
 FAILED = status("finished", 1, kind="exception")
 LOST = status("finished", 134, kind="lost")
 GUARD = status("finished", 78, kind="guard")
-MISSING = status("finished", 78, kind="missing")
+MISSING = status("finished", 75, kind="missing")
 KILLED = status("finished", 137, kind="signal")
 WRONG = status("finished", 2, kind="exit")
 NONE = {**status("none"), "job": None, "progress": None}

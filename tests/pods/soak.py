@@ -18,19 +18,17 @@ from typing import Any
 
 from podium.pods import commands
 from podium.pods.endings import Endings
-from podium.pods.gcloud import Finished, Gcloud
+from podium.pods.gcloud import Finished, Gcloud, GcloudError
 from podium.pods.inventory import IDLE_S, NAME, OWNER, RUN, label_text
-from podium.pods.launch import RunSpec
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import Project
-from podium.pods.push import Package
 from podium.pods.rental import new_order
 from podium.pods.run_command import follow
 from podium.pods.secrets import Secrets
 from podium.pods.session import Session
 from podium.pods.slices import Slices
 from podium.pods.world import World
-from tests.pods.fake_gcloud import FakeGcloud
+from tests.pods.fake_gcloud import FakeGcloud, Heard, made_spec
 from tests.pods.fake_tpu import FakeTpu, Fault
 from tests.pods.soak_machines import STEP_S, STEPS, WORKERS, Fleet
 from tests.pods.timeline import Laptop, Timeline
@@ -40,6 +38,8 @@ DEAD = ("SUSPENDED", "FAILED", "PREEMPTED")
 HOUR_S = 3600.0
 HOURS_S = STEPS * STEP_S
 """How long a run takes that nothing happens to."""
+SKEWS_S = (-5 * HOUR_S, 0.0, 0.0, 5 * HOUR_S, 20 * HOUR_S)
+"""How wrong the clocks of laptops are."""
 LIMIT_S = 40 * 24 * HOUR_S
 PATIENCE_S = 24 * HOUR_S
 RENT = Rent(type="v4-16", zones=list(ZONES), valid_until="10m", lease="4h")
@@ -100,6 +100,8 @@ class Command:
     followed: bool = False
     """Whether it had got a slice."""
     began: float = 0.0
+    again: float = 0.0
+    """When its user gave it again, after logging in."""
     bad: list[tuple[float, float, str]] = dataclasses.field(default_factory=list)
     """From when to when its gcloud fails, and with what."""
     odd: int = 0
@@ -114,6 +116,7 @@ class Soak:
     def __init__(self, seed: int, file: Path) -> None:
         self.timeline = Timeline()
         self.rng = random.Random(seed)
+        self.words = random.Random(-seed - 1)
         self.fake = FakeTpu(clock=self.timeline.time, zones=ZONES, provision_s=60.0, operation_s=5.0)
         self.fleet = Fleet(self.timeline.time, self.rng)
         self.events: list[str] = []
@@ -125,18 +128,7 @@ class Soak:
         """Run -> when the command that stops it succeeded, and what was saved then."""
         self.twice: list[str] = []
         self.preempt_at_copy = 0
-        package = Package(key="code-1", files=(file,), inside="", extras=("tpu",), environment="e", python=None)
-        self.specs = {
-            name: RunSpec(
-                name=name,
-                config=f"name: {name}\n",
-                package=package,
-                accelerator="v4-16",
-                secrets=Secrets({}),
-                environment={},
-            )
-            for name in ("run", "other")
-        }
+        self.specs = {name: made_spec(name, file) for name in ("run", "other")}
         route = self.fake._route
         self.fake._route = functools.partial(self._watched, route)  # pyright: ignore[reportAttributeAccessIssue]
         self.timeline.after(30.0, self._tick)
@@ -147,21 +139,47 @@ class Soak:
         """A laptop with a command that has not begun."""
         laptop = Laptop(self.timeline, name, skew_s)
         gcloud = _Gcloud(self, laptop)
-        slices = Slices(Gcloud(gcloud), owner="ada", clock=laptop, parallel=1, say=lambda line: project.say(line))
-        world = World(runner=gcloud, clock=laptop)
-        project = _Quiet(world=world, slices=slices, zone=None, secrets=Secrets({}))
+        slices = Slices(
+            Gcloud(gcloud),
+            owner="ada",
+            clock=laptop,
+            parallel=1,
+            follows=role == "keeper",
+            say=lambda line: project.say(line),
+            random_word=self.word,
+        )
+        world = World(runner=gcloud, clock=laptop, random_word=self.word)
+        project = Heard(world=world, slices=slices, zone=None, secrets=Secrets({}))
         command = Command(laptop=laptop, role=role, run=run, project=project, began=self.timeline.now)
-        project.__dict__["command"] = gcloud.command = command
+        project.__dict__["hear"] = lambda line: command.said.append((self.timeline.now, line))
+        gcloud.command = command
         self.commands.append(command)
         return command
 
+    def word(self, purpose: str) -> str:
+        """A word that was never used before, and is the same whenever the story is told."""
+        return f"{self.words.getrandbits(64):016x}"
+
     def keep(self, command: Command) -> None:
+        """`podium pod run --keep-alive`; when its login has expired, its user logs in and gives it again."""
+        while True:
+            try:
+                return self._keep(command)
+            except GcloudError as error:
+                if error.kind != "login":
+                    raise
+                command.said.append((self.timeline.now, str(error)))
+            logged_in = max(until for _, until, text in command.bad if text == LOGIN)
+            command.laptop.sleep(max(60.0, logged_in - self.timeline.now))
+            command.again = self.timeline.now
+
+    def _keep(self, command: Command) -> None:
         """`podium pod run --keep-alive --type v4-16 --slice demo`."""
         spec = self.specs[str(command.run)]
         project = command.project
         run = label_text(spec.prefix)
         order = new_order("demo", RENT, project.slices, ZONES, run, bucket="bucket")
-        endings = Endings(project.slices.gcloud, "bucket", run, project.say)
+        endings = Endings(project.slices, "bucket", run)
         session = Session(project, spec, order, ZONES, endings, fresh=True)
         command.followed = True
         command.status = follow(project, session, RunOptions(keep_alive=True))
@@ -217,7 +235,7 @@ class Soak:
         """The moment at which most is decided by names: a slice is lost, and each laptop may close in a command."""
         for command in self.commands:
             if command.role == "keeper" and self.rng.random() < 0.7:
-                method = self.rng.choice(["POST", "POST", "DELETE", "DELETE", "PATCH", "GET"])
+                method = self.rng.choice(["POST", "POST", "DELETE", "DELETE", "PATCH", "GET", "PUT"])
                 command.lids.append((method, self.rng.choice([120, 1800, 7200, 36000])))
         self.preempt()
 
@@ -284,15 +302,19 @@ class Soak:
     def plan(self) -> None:
         """Draw who does what and what will happen."""
         rng = self.rng
-        self.later("keeps run", 0.0, lambda: self.begin(self.command("first", "keeper", "run"), self.keep))
+
+        def keeps(name: str, run: str, at: float) -> None:
+            skew_s = rng.choice(SKEWS_S)
+            command = functools.partial(self.command, name, "keeper", run, skew_s)
+            self.later(f"{name} keeps {run}", at, lambda: self.begin(command(), self.keep))
+
+        keeps("first", "run", 0.0)
         if rng.random() < 0.45:
-            at = rng.uniform(0.0, 1.5 * HOURS_S)
-            self.later("keeps run too", at, lambda: self.begin(self.command("second", "keeper", "run"), self.keep))
+            keeps("second", "run", rng.uniform(0.0, 1.5 * HOURS_S))
         if rng.random() < 0.35:
-            at = rng.uniform(0.0, 3.0 * HOURS_S)
-            self.later("keeps other", at, lambda: self.begin(self.command("third", "keeper", "other"), self.keep))
+            keeps("third", "other", rng.uniform(0.0, 3.0 * HOURS_S))
         if rng.random() < 0.35:
-            skew_s = rng.choice([-5 * HOUR_S, 0.0, 5 * HOUR_S, 20 * HOUR_S])
+            skew_s = rng.choice(SKEWS_S)
             every_s = rng.choice([600.0, 1800.0])
             self.events.append(f"reaper {skew_s / HOUR_S:+.0f} h every {every_s:.0f}")
             self.timeline.after(rng.uniform(0.0, every_s), lambda: self._cron(every_s, skew_s))
@@ -357,7 +379,7 @@ class Soak:
             "lid closed": to_a_keeper(lambda command: command.laptop.close_lid(rng.choice([120, 1800, 3600, 36000]))),
             "lid closed in a command": to_a_keeper(
                 lambda command: command.lids.append(
-                    (rng.choice(["POST", "DELETE", "PATCH", "GET"]), rng.choice([120, 1800, 3600, 36000]))
+                    (rng.choice(["POST", "DELETE", "PATCH", "GET", "PUT"]), rng.choice([120, 1800, 3600, 36000]))
                 )
             ),
             "ssh refused": lambda: setattr(fleet, "refused_until", self.timeline.now + rng.choice([60, 900, 7200])),
@@ -442,17 +464,6 @@ class _Gcloud(FakeGcloud):
         return super()._on_hosts(argv, verb, words, flags, timeout_s)
 
 
-class _Quiet(Project):
-    """A project that keeps what it says."""
-
-    def say(self, line: str) -> None:
-        command = self.__dict__["command"]
-        command.said.append((command.laptop.timeline.now, line))
-
-    def answer(self, text: str, *, end: str = "\n") -> None:
-        pass
-
-
 def _seconds(text: str) -> float:
     from datetime import datetime
 
@@ -467,7 +478,7 @@ def _a_file() -> Path:
 
 
 @contextmanager
-def _commands_of(soak: Soak) -> Iterator[None]:
+def commands_of(soak: Soak) -> Iterator[None]:
     """`podium pod stop`, `down` and `reap` open the project of the laptop that runs them."""
 
     def opened(*_: object) -> Project:
@@ -485,7 +496,7 @@ def story(seed: int) -> Soak:
     assert "PODRUN_OWNER" not in os.environ
     soak = Soak(seed, _a_file())
     soak.plan()
-    with _commands_of(soak):
+    with commands_of(soak):
         soak.timeline.run(soak.over)
     soak.fleet.settle()
     return soak

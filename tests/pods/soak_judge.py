@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from podium.pods.inventory import OWNER
-from tests.pods.soak import CERTIFICATE, DISK, LOGIN, Command, Deletion, Soak, label_of, story
+from tests.pods.soak import CERTIFICATE, DISK, Command, Deletion, Soak, label_of, story
 from tests.pods.soak_machines import STEPS
 
 TAKEN = ("was rented for the run", "is busy with job")
@@ -66,7 +66,9 @@ def _lost(soak: Soak) -> Iterator[str]:
         keepers = [each for each in soak.commands if each.run == run]
         label = label_of(soak, run)
         if label in soak.stopped_at and soak.fleet.saved[label] > soak.stopped_at[label][1]:
-            began_later = any(each.began > soak.stops[label] for each in keepers)  # while the run was still saving, too
+            began_later = any(
+                max(each.began, each.again) > soak.stops[label] for each in keepers
+            )  # while the run was still saving, too
             if not began_later:
                 yield f"stop undone: {run} was trained on"
         if soak.fleet.saved[label] < STEPS and not any(_excuse(soak, each) for each in keepers):
@@ -101,9 +103,6 @@ def _excuse(soak: Soak, command: Command) -> str | None:
         return "down"
     if any(text in (DISK, CERTIFICATE) and since <= ended for since, _, text in command.bad):
         return "this laptop's own fault"
-    out = [(since, until) for since, until, text in command.bad if text == LOGIN and since <= ended]
-    if out and max(until for _, until in out) - min(since for since, _ in out) > 1800:
-        return "nobody logged in"
     others = [each for each in soak.commands if each.run and each.run != command.run and each.began <= ended]
     last = " ".join(line for _, line in command.said[-4:])
     if others and any(words in last for words in TAKEN):

@@ -148,7 +148,7 @@ class Machines:
         if name.startswith("setup-"):
             ends = [(first + SETUP_S, 0, "done")]
         elif len(job.started) < WORKERS or max(job.started.values()) - first > ARRIVAL_S:
-            ends = [(first + ARRIVAL_S, 78, "missing")]
+            ends = [(first + ARRIVAL_S, 75, "missing")]
         else:
             ends = [(max(job.started.values()) + BEGIN_S + (STEPS - job.first_step) * STEP_S, 0, "done")]
         if job.fails is not None:

@@ -2,13 +2,19 @@
 
 import json
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from podium.accelerators import accelerators
 from podium.config.schema import Config, TaskConfig
+from podium.hosts.distributed import HostFailedError
+from podium.job.guard import GuardError, MissingError
+from podium.job.job_records import ProgressReport
+from podium.job.save_notice import save_notice
 from podium.pods.clusters import k8s_manifest, slurm_script
 from podium.pods.slices import BadRequestError
 
@@ -43,14 +49,72 @@ def test_a_jobset_asks_for_the_machines_of_a_slice():
     assert job["completions"] == 2
     assert job["template"]["spec"]["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
     assert job["template"]["spec"]["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    sixteen = manifest("h100-16")[1]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert sixteen["completions"] == 2
 
 
-@pytest.mark.parametrize(("name", "expected"), [("Job_1", "job-1"), ("on", "on"), ("2026-11-22", "run-2026-11-22")])
+@pytest.mark.parametrize(("name", "expected"), [("on", "on"), ("Job_1", "job-1"), ("2026-11-22", "run-2026-11-22")])
 def test_a_jobset_has_a_name_that_kubernetes_and_yaml_take(name, expected):
     assert manifest("v6e-8", a_config(name=name))[1]["metadata"]["name"] == expected
 
 
-@pytest.mark.parametrize(("type_name", "nodes"), [("v6e-16", 1), ("v5litepod-8", 1), ("h100-8", 2)])
+def test_every_machine_that_plans_know_has_a_label_and_a_number_of_pods():
+    """Also those of kinds that Google does not rent; each pod asks for the devices of one of its machines."""
+    for name, machine in accelerators().items():
+        job = manifest(name)[1]["spec"]["replicatedJobs"][0]["template"]["spec"]
+        pod = job["template"]["spec"]
+        (limit,) = pod["containers"][0]["resources"]["limits"].values()
+        assert (job["completions"], limit * job["completions"]) == (machine.hosts, machine.devices), name
+        assert pod["nodeSelector"], name
+    rented_elsewhere = manifest("l40s-8")[1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert rented_elsewhere["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-L40S"}
+
+
+def test_several_slices_are_jobs_of_one_set_that_count_their_processes_together():
+    jobset = manifest("3xv6e-16", spot=False)[1]
+    (workers,) = jobset["spec"]["replicatedJobs"]
+    job = workers["template"]["spec"]
+    pod = job["template"]["spec"]
+    assert (workers["replicas"], job["completions"]) == (3, 4)
+    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x4"
+    variables = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
+    assert variables["PODRUN_WORKERS"] == "12"
+    assert variables["MEGASCALE_NUM_SLICES"] == "3"
+    assert variables["MEGASCALE_COORDINATOR_ADDRESS"] == "job-workers-0-0.job"
+    assert "MEGASCALE_NUM_SLICES" not in {
+        each["name"]
+        for each in manifest("v6e-16")[1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+            "containers"
+        ][0]["env"]
+    }
+
+
+STATUSES = {
+    "an error of the run": (1, True),
+    "wrong settings": (2, True),
+    "workers that differ": (GuardError.exit_status, True),
+    "an image without python": (127, True),
+    "a worker that is missing": (MissingError.exit_status, False),
+    "stuck": (124, False),
+    "another worker was lost": (ProgressReport(None).failed(HostFailedError("worker 1 failed")), False),
+    "killed": (137, False),
+    "stopped": (143, False),
+}
+
+
+@pytest.mark.parametrize("what", STATUSES)
+def test_only_what_another_attempt_would_meet_too_ends_the_set(what):
+    status, ends = STATUSES[what]
+    spec = manifest("v6e-16")[1]["spec"]
+    (rule,) = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onExitCodes"]["operator"]) == ("FailJob", "In")
+    assert (status in rule["onExitCodes"]["values"]) == ends
+    assert [each["action"] for each in spec["failurePolicy"]["rules"]] == ["FailJobSet"]
+
+
+@pytest.mark.parametrize(
+    ("type_name", "nodes"), [("v6e-16", 1), ("2xv6e-16", 1), ("v5litepod-8", 1), ("h100-8", 2), ("rtx4090-2", 1)]
+)
 def test_the_published_schema_takes_the_manifest(type_name, nodes):
     """JobSet's own (its CRD at 08dfbdfd, Apache 2.0), and in it Kubernetes' of jobs and pods; no field is unknown."""
     schema = json.loads((Path(__file__).parent / "jobset_schema.json").read_text())
@@ -100,10 +164,9 @@ REFUSED = {
     "relative": ("v6e-16", {}, {"runs_dir": "runs"}, "would be lost with the pods"),
     "no such type": ("v6e-17", {}, {}, "unknown accelerator"),
     "TPU7x": ("tpu7x-8", {}, {}, "Google rents TPU7x on GKE alone, not as Cloud TPU VMs; its figures are not here yet"),
-    "nodes of a slice": ("v6e-16", {"nodes": 3}, {}, "v6e-16 has 4 machines; leave it out"),
-    "claim": ("v6e-16", {"claim": "a b"}, {}, "--claim 'a b': write lower-case letters, digits"),
-    "image": ("v6e-16", {"image": "a\nb: c"}, {}, "--image .*: write a name, as REGISTRY/IMAGE:TAG"),
-    "folder": ("v6e-16", {}, {"runs_dir": "/mnt/$(id)"}, "runs_dir '/mnt/\\$\\(id\\)': write letters"),
+    "nodes of a slice": ("v6e-16", {"nodes": 3}, {}, "v6e-16 has 4 machines; .*--type 3xv6e-16"),
+    "slices of one machine": ("2xv6e-8", {}, {}, "joins only slices of several machines, and v6e-8 has one"),
+    "slices of GPUs": ("2xh100-8", {}, {}, "the number of GPUs says how many machines there are, as h100-16"),
     "name": ("v6e-16", {}, {"name": "..."}, "name: '...' has no letter or digit"),
 }
 
@@ -126,35 +189,94 @@ SRUN = """#!/bin/sh
 while [ "$1" != bash ]; do shift; done
 SLURM_PROCID=0 "$@" & SLURM_PROCID=1 "$@" & wait
 """
+SLEEP = """#!/bin/sh
+echo sleep "$1" >> "$ASKED"
+exec /usr/bin/sleep 0.5
+"""
 SCONTROL = """#!/bin/sh
-case "$2" in hostnames) echo n1; echo n2;; node) echo "   NodeAddr=10.0.0.1 NodeHostName=n1";; esac
+case "$2" in
+    hostnames) echo n1; echo n2;;
+    node) echo "   NodeAddr=10.0.0.1 NodeHostName=n1";;
+    job) echo "   StartTime=2026-01-01T00:00:00 EndTime=$(date -d "@$ENDS" +%Y-%m-%dT%H:%M:%S) Deadline=N/A";;
+    *) echo "$@" >> "$ASKED";;
+esac
 """
 PYTHON = """#!/bin/sh
-case "$2" in podium.cli) env | grep ^PODRUN_ > "$PODRUN_JOB_DIR/seen"; cp "$4" "$PODRUN_JOB_DIR/config";; esac
+case "$2" in
+    podium.cli)
+        env | grep ^PODRUN_ > "$PODRUN_JOB_DIR/seen"
+        cp "$4" "$PODRUN_JOB_DIR/config"
+        /usr/bin/sleep "$TRAINS_S";;
+    podium.job.save_notice) echo "$NOTICE_S";;
+esac
 """
 
 
-def test_the_script_for_slurm_tells_each_process_its_place_whatever_its_python_is_called(tmp_path):
-    python = tmp_path / "my python's $(id)"
-    for path, text in ((tmp_path / "srun", SRUN), (tmp_path / "scontrol", SCONTROL), (python, PYTHON)):
-        path.write_text(text)
-        path.chmod(0o755)
-    prompt = "One line.\nEND_OF_CONFIG\n$(id) `id` $HOME"
-    config = a_config(tasks=[TaskConfig(name="arithmetic", system_prompt=prompt)])
+def run_script(folder: Path, python: Path, *, config: Config, left_s: int, **more: str) -> list[str]:
+    """Run the script for Slurm on two nodes whose commands are the ones above; the commands that it gave to Slurm.
+
+    The job's time is over in `left_s`; `more` are further variables.
+    """
+    scancel = '#!/bin/sh\necho scancel "$@" >> "$ASKED"\n'
+    commands = {"srun": SRUN, "scontrol": SCONTROL, "scancel": scancel, "sleep": SLEEP, python.name: PYTHON}
+    for path, text in commands.items():
+        (folder / path).write_text(text)
+        (folder / path).chmod(0o755)
     script = slurm_script(config, nodes=2, gpus=8, time="1-00:00:00", python=str(python))
-    assert "#SBATCH --gpus-per-node=8\n" in script
+    for line in ("--gpus-per-node=8", "--exclusive", "--mem=0", "--signal=B:USR1@120", "--requeue"):
+        assert f"#SBATCH {line}\n" in script
     given = {
+        "PATH": f"{folder}:/usr/bin:/bin",
         "SLURM_JOB_ID": "7",
         "SLURM_NNODES": "2",
         "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_SUBMIT_DIR": str(folder),
+        "ENDS": str(int(time.time()) + left_s),
+        "ASKED": str(folder / "asked"),
+        "NOTICE_S": "120",
+        "TRAINS_S": "0",
+        **more,
     }
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **given}
-    done = subprocess.run(["bash"], input=script, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(["bash"], input=script, env=given, capture_output=True, text=True, cwd=folder, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+    asked = folder / "asked"
+    return asked.read_text().splitlines() if asked.exists() else []
+
+
+def test_the_script_for_slurm_tells_each_process_its_place_whatever_its_python_is_called(tmp_path):
+    prompt = "One line.\nEND_OF_CONFIG\n$(id) `id` $HOME"
+    config = a_config(tasks=[TaskConfig(name="arithmetic", system_prompt=prompt)])
+    run_script(tmp_path, tmp_path / "my python's $(id)", config=config, left_s=86_400)
     for process in range(2):
         folder = tmp_path / "podium-jobs" / "7-0" / str(process)
         seen = dict(line.split("=", 1) for line in (folder / "seen").read_text().splitlines())
         assert seen["PODRUN_WORKER"] == str(process)
         assert (seen["PODRUN_WORKERS"], seen["PODRUN_COORDINATOR"]) == ("2", "10.0.0.1:8476")
         assert yaml.safe_load((folder / "config").read_text())["tasks"][0]["system_prompt"] == prompt
+
+
+@pytest.mark.parametrize(("last_save", "notice_s"), [("120", 120), ("1800", 1800), ("90000", 43_200)])
+def test_a_job_is_asked_to_save_when_twice_its_last_save_is_left_and_requeued_before_the_end(
+    tmp_path, last_save, notice_s
+):
+    """Of a day, at most half is notice. The clock is real and `sleep` does not sleep: the step ends after the end."""
+    saves = {"NOTICE_S": last_save, "TRAINS_S": "3"}
+    asked = run_script(tmp_path, tmp_path / "python", config=a_config(), left_s=86_400, **saves)
+    first, second = (int(line.removeprefix("sleep ")) for line in asked if line.startswith("sleep "))
+    assert 0 <= 86_400 - notice_s - first <= 9
+    assert 0 <= 86_380 - second <= 9
+    assert [line for line in asked if line.startswith("scancel")] == ["scancel --signal=TERM 7.0"]
+    assert asked[-1] == "requeue 7"
+
+
+@pytest.mark.parametrize(("took_s", "notice_s"), [(None, 120), (0.5, 120), (60.5, 121), (900, 1800)])
+def test_the_notice_is_twice_the_last_save(tmp_path, took_s, notice_s):
+    """As orbax records it beside each step; the older step's is not read."""
+    for step, seconds in ((9, 5000.0), (10, took_s)):
+        folder = tmp_path / "checkpoints" / str(step)
+        folder.mkdir(parents=True)
+        if took_s is not None:
+            times = {"init_timestamp_nsecs": 10**18, "commit_timestamp_nsecs": int(10**18 + seconds * 1e9)}
+            (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(times))
+    assert save_notice(tmp_path) == notice_s
+    assert save_notice(tmp_path / "none") == 120

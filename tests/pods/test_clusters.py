@@ -5,18 +5,22 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from podium.job.report import statuses
 from tests.pods.clock import wait_for
 from tests.pods.cluster_runs import (
     LEAST_LOSS,
+    SLICE_DEVICES,
     STEPS,
     Figures,
     config,
     free_port,
     podium,
+    run_alone,
     run_by_jobset,
+    run_by_slices,
     run_by_slurm,
     submit,
 )
@@ -46,11 +50,14 @@ def test_slurm_trains_three_steps_in_two_processes_with_equal_losses(slurm, tmp_
 
 
 @needs_slurm
-def test_slurm_has_a_run_save_at_its_notice_and_continues_it_when_requeued(slurm, tmp_path):
-    number = submit(slurm, tmp_path, steps=100_000, checkpoint={"every_steps": 0})
+@pytest.mark.parametrize("limit", ["5", "1:00:00"])
+def test_slurm_has_a_run_save_at_its_notice_and_continues_it_when_requeued(slurm, tmp_path, limit):
+    """Before the end of five minutes it is asked by itself; of a job with an hour, by a user's command."""
+    number = submit(slurm, tmp_path, limit=limit, steps=100_000, checkpoint={"every_steps": 0})
     metrics = tmp_path / "runs" / "job" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2)
-    slurm.run("scancel", "--signal=USR1", "--batch", number)  # as Slurm does when the time is nearly over
+    if limit == "1:00:00":
+        slurm.run("scancel", "--signal=USR1", "--batch", number)
     wait_for(lambda: slurm.job(number)["Restarts"] == "1")
     first = tmp_path / "podium-jobs" / f"{number}-0"
     assert [each["exit"] for each in statuses(first)] == [143, 143]
@@ -67,8 +74,17 @@ def test_two_pods_of_a_jobset_train_three_steps_with_equal_losses(tmp_path):
     check(*run_by_jobset(tmp_path))
 
 
+def test_two_slices_train_as_one_slice_with_as_many_devices(tmp_path):
+    """Over jax.distributed, by the JobSet's own commands: loss and reward of each step are equal to 1e-6."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    steps, processes = run_by_slices(tmp_path / "two")
+    check(steps, processes)
+    assert np.abs(np.array(steps) - np.array(run_alone(tmp_path / "one", 2 * SLICE_DEVICES))).max() <= 1e-6
+
+
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-@pytest.mark.parametrize("words", [("--type", "v6e-16"), ("--type", "h100-8", "--nodes", "2")])
+@pytest.mark.parametrize("words", [("--type", "2xv6e-16"), ("--type", "h100-8", "--nodes", "2")])
 def test_kubectl_takes_the_manifest(tmp_path, words):
     """A dry run in the client, which asks a server only for which kinds there are."""
     from tests.pods.fake_kubernetes import discovery

@@ -9,29 +9,7 @@ import time
 import pytest
 
 from podium.pods.host.jobs import Host, JobSpec
-from tests.pods.host_agent import ROOT, SLEEP, Agent, shell
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk needs root")
-def test_a_full_disk_is_told_and_does_not_outlast_itself(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
-    agent = Agent(disk / "home")
-    try:
-        script = "echo begun; cat /dev/zero > $PODRUN_JOB_DIR/big; echo disk is full now; exit 3"
-        assert agent.ask("start", "a-1", *shell(script))[0] == 0
-        found = agent.ended("a-1")
-        assert (found["state"], found["exit"]) == ("finished", 3)
-        assert "the disk of" in found["record"]["message"]
-        status, found = agent.ask("start", "a-2", *SLEEP)
-        assert status == 1
-        assert "cannot be written below" in found["error"]
-        (disk / "home/jobs/a-1/big").unlink()
-        assert agent.ask("start", "a-2", *SLEEP)[1]["state"] == "started"
-        agent.ask("stop", "--grace", "5")
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+from tests.pods.host_agent import ROOT, SLEEP, shell
 
 
 def test_each_worker_is_told_its_place(agent):
@@ -68,13 +46,14 @@ def test_secrets_reach_the_job_and_nothing_else(agent, tmp_path):
 
 
 @pytest.fixture
-def small_home(tmp_path):
-    """A host whose home has 256 KB."""
+def small_home(tmp_path, request):
+    """A host whose home has 256 KB, and as many files as the test's parameter says."""
     if os.geteuid():
         pytest.skip("only root can mount a small disk")
     home = tmp_path / "home"
     home.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(home)], check=True)
+    files = getattr(request, "param", 0)  # 0: no limit
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size=256k,nr_inodes={files}", "tmpfs", str(home)], check=True)
     yield home
     subprocess.run(["umount", "--lazy", str(home)], check=True)
 
@@ -133,6 +112,17 @@ def test_a_start_on_a_full_disk_says_so_and_works_once_there_is_room(small_home,
     assert agent.ask("start", "a-1", *SLEEP)[1]["state"] == "started"
 
 
+@pytest.mark.parametrize("small_home", [40], indirect=True)
+def test_a_start_without_a_free_inode_does_not_speak_of_megabytes(small_home, agent):
+    with pytest.raises(OSError, match="No space left"):
+        for number in range(40):
+            (small_home / f"file{number}").touch()
+    status, found = agent.ask("start", "a-1", *SLEEP)
+    assert status == 1
+    assert "all of its 40 inodes are in use" in found["error"]
+    assert "has 0 files (inodes) free and needs 50,000" in str(agent.ask("probe")[1]["problems"])
+
+
 def test_secrets_that_others_can_read_are_refused(agent, tmp_path):
     secret = tmp_path / "secrets"
     secret.write_text("HF_TOKEN=hf_canary\n")
@@ -156,7 +146,7 @@ def test_a_command_that_does_not_exist_is_an_error_of_the_start(agent):
         (("start", "a-1"), "no command was given; write it after --"),
         (("start", "../a", *SLEEP), "'../a' is not a job name"),
         (("start", "a", "--env", "PODRUN_WORKER=1", *SLEEP), "--env PODRUN_WORKER"),
-        (("start", "a", "--env", "HF_TOKEN=x", *SLEEP), "put it in a file and use --env-file"),
+        (("start", "a", "--env", "HF_TOKEN=x", *SLEEP), "put it in a file, and use --env-file"),
         (("start", "a", "--peers", "198.51.100.1,198.51.100.2", *SLEEP), "must match exactly one of --peers"),
         (("start", "a", "--peers", "198.51.100.1", "--worker", "1", *SLEEP), "must match exactly one of --peers"),
         (("dance",), "invalid choice: 'dance'"),

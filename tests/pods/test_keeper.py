@@ -152,7 +152,7 @@ def test_a_machine_of_somebody_else_is_not_touched(world, pod):
     world.gcloud.vms[MACHINE] = {"name": MACHINE, "zone": f"zones/{ZONES[0]}", "status": "RUNNING"}
     status, _, err = pod(*keep(world))
     assert status == 1
-    assert f"error: {MACHINE} in {ZONES[0]} is not yours and is not touched; choose another --slice" in err
+    assert f"error: {MACHINE} in {ZONES[0]} is not yours and was not changed; choose another --slice" in err
     assert pod("down", "demo")[:2] == (0, "no slice of yours is named demo\n")
     assert list(world.gcloud.vms) == [MACHINE]
 

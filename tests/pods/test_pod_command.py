@@ -115,7 +115,7 @@ def test_reap_keeps_what_a_run_is_on_and_asks_no_mute_machines_away(make_world, 
     world.clock.sleep(7300)
     assert pod("reap")[:2] == (0, "nothing was deleted\n")
     world.hosts.gone.add(0)
-    assert "its machines do not answer" in pod("reap")[2]
+    assert "its machines do not respond" in pod("reap")[2]
     world.hosts.gone.clear()
     world.release()
     wait_for(lambda: "step 3 of 3" in world.log(0))

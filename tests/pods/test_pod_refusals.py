@@ -25,6 +25,11 @@ WRONG = {
     "no type": (["up", "x", "--zone", ZONES[0]], 2, "which TPU\\? Give --type, such as v6e-8"),
     "no such type": (["up", "x", "--type", "v6e-7", "--zone", ZONES[0]], 2, "nearest: v6e-8, v6e-4"),
     "no TPU": (["up", "x", "--type", "h100-8", "--zone", ZONES[0]], 2, "this is not a TPU"),
+    "several slices": (
+        ["up", "x", "--type", "2xv6e-16", "--zone", ZONES[0]],
+        2,
+        "run as one job on GKE; podium pod k8s",
+    ),
     "no zone": (["up", "x", "--type", "v6e-8"], 2, "which zone\\? Give --zone"),
     "no such zone": (["up", "x", "--type", "v6e-8", "--zone", "us-east1-e"], 2, "did you mean us-east1-d\\?"),
     "no name": (["up", "My_Run", "--type", "v6e-8", "--zone", ZONES[0]], 2, "lower-case letters, digits and '-'"),

@@ -4,6 +4,7 @@ import dataclasses
 import random
 import re
 import threading
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -244,19 +245,18 @@ def offline_from(world: World, states: tuple[str, ...], stderr: str, seconds: fl
             return Finished(argv=tuple(argv), returncode=1, stdout="", stderr=stderr)
         return inner(argv, timeout_s)
 
-    world.slices = world.owned_by("ada", run)
+    world.slices = world.owned_by("ada", run, follows=True)
 
 
 @pytest.mark.parametrize(
     ("stderr", "seconds"),
     [
         ("ERROR: gcloud crashed (ConnectionError): unable to find the server\n", 6 * 3600.0),
-        (LOGIN, 1500.0),
         ("ERROR: (gcloud.x) ABORTED: the operation was aborted\n", 1500.0),
         ("ERROR: (gcloud.x) CANCELLED: the client closed\n", 1500.0),
         ("ERROR: (gcloud.x) DATA_LOSS: nobody knows what\n", 1500.0),
     ],
-    ids=["offline", "login", "aborted", "cancelled", "unknown"],
+    ids=["offline", "aborted", "cancelled", "unknown"],
 )
 def test_a_request_in_the_queue_is_waited_for_through_errors(world, stderr, seconds):
     offline_from(world, ("ACCEPTED", "WAITING_FOR_RESOURCES"), stderr, seconds)
@@ -508,3 +508,19 @@ def test_one_project_s_zones_are_listed_while_gcloud_is_slow_for_another(world):
         finally:
             answered.set()
         assert first.result(60) == sorted(ZONES)
+
+
+def test_lists_of_several_zones_that_fail_at_once_are_waited_for_in_one_line(world):
+    together, failed = threading.Barrier(len(ZONES)), set()
+
+    def run(argv, timeout_s):
+        if argv[3] == "queued-resources" and argv not in failed:
+            failed.add(argv)
+            return Finished(argv=argv, returncode=1, stdout="", stderr="ERROR: gcloud crashed (ConnectionError): no\n")
+        return world.gcloud(argv, timeout_s)
+
+    slices = world.owned_by("ada", run)
+    slices._parallel = len(ZONES)
+    slices.clock = types.SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: together.wait(60))
+    assert slices.survey(ZONES) == []
+    assert world.said == ["waiting for Google, for 30 minutes: gcloud crashed (ConnectionError): no"]

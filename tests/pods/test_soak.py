@@ -6,16 +6,21 @@ from tests.pods.soak import Laptop, story
 from tests.pods.soak_judge import one_run
 from tests.pods.timeline import Timeline
 
-SEEDS = [
-    *range(1000, 1024),
-    *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1024, 1300)),
-]
+STORIES = 50
+"""How many stories a long test tells."""
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [*range(1000, 1024), 3646])
 def test_no_run_is_lost_nothing_is_deleted_wrongly_or_left_without_a_word(seed):
     found = one_run(seed)
     assert found["problems"] == [], (found["events"], found["statuses"], found["said"][-40:])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(2000, 4000, STORIES))
+def test_two_thousand_stories_end_well(first):
+    told = [one_run(seed) for seed in range(first, first + STORIES)]
+    assert {each["seed"]: each["problems"] for each in told if each["problems"]} == {}
 
 
 def test_a_story_is_the_same_whenever_it_is_told():

@@ -12,10 +12,8 @@ from podium.pods import commands
 from podium.pods.endings import Endings
 from podium.pods.gcloud import Finished, GcloudError
 from podium.pods.inventory import STARTED, STATE, label_text
-from podium.pods.launch import RunSpec
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import Project
-from podium.pods.push import Package
 from podium.pods.rental import new_order
 from podium.pods.run_command import follow
 from podium.pods.secrets import Secrets
@@ -23,7 +21,7 @@ from podium.pods.session import Session
 from podium.pods.slices import DeletedError, TakenError
 from podium.pods.world import World
 from tests.pods.clock import Clock
-from tests.pods.fake_gcloud import Cloud
+from tests.pods.fake_gcloud import Cloud, Heard, made_spec
 
 ZONES = ("us-a", "us-b", "eu-c")
 RENT = Rent(type="v4-16", zones=list(ZONES), valid_until="10m", lease="4h")
@@ -70,32 +68,25 @@ class Laptops(Cloud):
     def __init__(self, file: Path) -> None:
         super().__init__(zones=ZONES)
         self.gcloud.hosts = Idle(self.clock)
-        self.package = Package(key="code-1", files=(file,), inside="", extras=("tpu",), environment="e", python=None)
+        self.file = file
 
     def project(self, runner=None, skew_s: float = 0.0) -> Project:
         """A laptop."""
         slices = self.owned_by("ada", runner)
         slices.clock = Skewed(self.clock, skew_s)
         world = World(runner=runner or self.gcloud, clock=slices.clock)
-        return _Heard(world=world, slices=slices, zone=None, secrets=Secrets({}))
-
-    def spec(self, name: str) -> RunSpec:
-        """A run."""
-        return RunSpec(
-            name=name,
-            config=f"name: {name}\n",
-            package=self.package,
-            accelerator="v4-16",
-            secrets=Secrets({}),
-            environment={},
-        )
+        project = Told(world=world, slices=slices, zone=None, secrets=Secrets({}))
+        project.__dict__["said"] = said = []
+        project.__dict__["hear"] = said.append
+        slices.say = project.say
+        return project
 
     def opened(self, name: str = "run", project: Project | None = None, *, own: bool = True) -> Session:
         """`podium pod run --keep-alive --type v4-16 --slice demo` on a laptop, before it has a slice."""
-        project, spec = project or self.project(), self.spec(name)
+        project, spec = project or self.project(), made_spec(name, self.file)
         run = label_text(spec.prefix)
         order = new_order("demo", RENT, project.slices, ZONES, run, bucket="b" if own else None)
-        endings = Endings(project.slices.gcloud, "b" if own else None, run, project.say)
+        endings = Endings(project.slices, "b" if own else None, run)
         return Session(project, spec, order, ZONES, endings, fresh=True)
 
     def session(self, name: str = "run", project: Project | None = None, *, own: bool = True) -> Session:
@@ -113,11 +104,8 @@ class Laptops(Cloud):
         return [node["id"] for node in self.fake.nodes.values()]
 
 
-class _Heard(Project):
-    """A project that keeps what it says."""
-
-    def say(self, line: str) -> None:
-        self.__dict__.setdefault("said", []).append(line)
+class Told(Heard):
+    """A project that keeps what it says and answers."""
 
     def answer(self, text: str, *, end: str = "\n") -> None:
         self.say(text)

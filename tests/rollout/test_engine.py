@@ -359,22 +359,29 @@ def test_buckets_reach_the_longest_prompt_and_no_further(longest, buckets):
     ("changes", "message"),
     [
         ({"prompt": ()}, "prompt is empty"),
-        ({"prompt": (1,) * 49}, "prompt has 49 tokens and rollout.max_prompt_tokens is 48"),
-        ({"prompt": (300,)}, "outside the model's vocabulary of 300"),
+        ({"prompt": (1,) * 49}, "prompt has 49 tokens, and rollout.max_prompt_tokens is 48"),
+        ({"prompt": (300,)}, "prompt has token 300, outside the model's vocabulary of 300"),
         ({"completions": 0}, "completions is 0"),
-        ({"sampling": SamplingParams(max_new_tokens=60)}, "max_new_tokens is 60 and must be 1 to 59"),
+        ({"sampling": SamplingParams(max_new_tokens=60)}, "max_new_tokens is 60; it must be 1 to 59"),
         (
             {"prompt": (1,) * 48, "sampling": SamplingParams(max_new_tokens=13)},
             "max_new_tokens is 13: together more than",
         ),
-        ({"sampling": SamplingParams(max_new_tokens=0)}, "max_new_tokens is 0 and must be 1 to"),
+        ({"sampling": SamplingParams(max_new_tokens=0)}, "max_new_tokens is 0; it must be 1 to"),
         ({"sampling": SamplingParams(max_new_tokens=1, temperature=-1.0)}, "temperature is -1.0"),
         ({"sampling": SamplingParams(max_new_tokens=1, stop_tokens=tuple(range(8)))}, "there are 9 stop tokens"),
+        (
+            {"sampling": SamplingParams(max_new_tokens=1, stop_tokens=(3, 300))},
+            "stop token 300 is outside the model's vocabulary of 300",
+        ),
         ({"sampling": SamplingParams(max_new_tokens=1, temperature=float("nan"))}, "temperature is nan"),
-        ({"sampling": SamplingParams(max_new_tokens=1, temperature=0.0, top_p=0.9)}, "does not use top_p 0.9"),
-        ({"sampling": SamplingParams(max_new_tokens=1, top_p=0.0)}, "top_p 0.0: top_k must be .* top_p above 0"),
+        ({"sampling": SamplingParams(max_new_tokens=1, temperature=0.0, top_p=0.9)}, "ignores top_p 0.9"),
+        ({"sampling": SamplingParams(max_new_tokens=1, top_p=0.0)}, "top_p 0.0: top_k must be .* top_p 1e-06 to 1"),
+        ({"sampling": SamplingParams(max_new_tokens=1, top_p=1e-50)}, "top_p 1e-50: top_k must be .* top_p 1e-06"),
+        ({"sampling": SamplingParams(max_new_tokens=1, top_k=2**31)}, "top_k 2147483648: top_k must be 0 .all. to"),
+        ({"sampling": SamplingParams(max_new_tokens=1, temperature=1e-50)}, "temperature is 1e-50; it must be 0 "),
         ({"sampling": SamplingParams(max_new_tokens=1, stop=("",))}, "a stop string is empty"),
-        ({"sampling": SamplingParams(max_new_tokens=1, stop=("a</s>",))}, "holds the special token '</s>'"),
+        ({"sampling": SamplingParams(max_new_tokens=1, stop=("a</s>",))}, "contains the special token '</s>'"),
     ],
 )
 def test_a_request_that_does_not_fit_is_an_error_that_says_why(changes, message):
@@ -406,7 +413,7 @@ def test_an_engine_without_a_tokenizer_gives_tokens_without_text():
     (made,) = answers_of(engine, [dataclasses.replace(MIXED[0], sampling=sampling)])
     for completion, other in zip(made, mixed_answers()[0], strict=True):
         assert (completion.tokens.tolist(), completion.text) == (other.tokens.tolist(), "")
-    with pytest.raises(ValueError, match="stop string 'a' needs a tokenizer and this engine has none"):
+    with pytest.raises(ValueError, match="stop string 'a' needs a tokenizer, and this engine has none"):
         answers_of(engine, [dataclasses.replace(MIXED[0], sampling=dataclasses.replace(sampling, stop=("a",)))])
 
 

@@ -328,7 +328,7 @@ def test_completions_that_are_not_known_or_not_parked_are_errors_by_name():
     with pytest.raises(ValueError, match=rf"completion 0 of request {number} is waiting, not parked"):
         engine.extend(Key(number, 0), (1,), SamplingParams(max_new_tokens=1), seed=0)
     engine.park(Key(number, 0))
-    with pytest.raises(ValueError, match=r"max_new_tokens\) leaves of its next turn is 48"):
+    with pytest.raises(ValueError, match=r"max_new_tokens\) leaves for the next turn is 48"):
         engine.extend(Key(number, 0), (1,) * 60, SamplingParams(max_new_tokens=12), seed=0)
     for i in range(3):
         engine.cancel(Key(number, i))

@@ -1,5 +1,6 @@
 """The sandbox by itself: programs, calls, limits, cleaning up, and the error on a machine that forbids it."""
 
+import gc
 import os
 import re
 import subprocess
@@ -8,12 +9,13 @@ import threading
 from pathlib import Path
 
 import pytest
+from processes import below, runs, wait_for
 from sandboxes import need_sandbox
 from typer.testing import CliRunner
 
 from podium.cli import app
 from podium.sandbox import check, kernel
-from podium.sandbox.runs import Ended, Limits, Sandbox, SandboxError
+from podium.sandbox.runs import MOUNT_POINTS, Ended, Limits, Sandbox, SandboxError
 from podium.sandbox.values import read, written
 from podium.sandbox.ways_out import way_to_python, ways_out
 
@@ -28,15 +30,6 @@ def sandbox():
         yield sandbox
 
 
-def descendants(pid: int) -> list[int]:
-    """The processes below one, at any depth."""
-    found = []
-    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, thread.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
-
-
 def test_a_program_prints_reads_and_fails(sandbox: Sandbox):
     done = sandbox.run("name = input()\nprint('hello', name)\n1 / 0", "world\n")
     assert done.output.startswith("hello world\nTraceback")
@@ -47,6 +40,13 @@ def test_a_program_prints_reads_and_fails(sandbox: Sandbox):
         assert (ended.why, ended.error, ended.exit_status) == (None, "", status), code
     assert sandbox.run("raise SystemExit('no answer')").output == "no answer\n"
     assert sandbox.run("import os; os._exit(0)").why == "ended"
+
+
+def test_a_program_may_open_its_streams_by_name(sandbox: Sandbox):
+    copied = "import sys\nopen('/dev/stdout', 'w').write(open('/dev/stdin').read())"
+    assert sandbox.run(copied, "1\n2\n").output == "1\n2\n"
+    assert sandbox.run("print(open('/dev/fd/0').read(), file=open('/dev/stderr', 'w'))", "3").output == "3\n"
+    assert sandbox.run("import subprocess\nsubprocess.run('cat /dev/stdin', shell=True)", "4").output == "4"
 
 
 def test_a_run_without_output_ends_too(sandbox: Sandbox):
@@ -123,19 +123,32 @@ def test_sets_have_the_same_order_in_every_sandbox(sandbox: Sandbox):
 
 
 def test_many_runs_leave_nothing(sandbox: Sandbox):
+    """Files, mounts and processes are looked for by names that no other process of this machine uses."""
+
+    def mounts() -> list[str]:
+        found = (line.split()[1] for line in Path("/proc/mounts").read_text().splitlines())
+        return [path for path in found if path in MOUNT_POINTS]
+
+    name = f"left-by-{os.getpid()}"
+    gc.collect()  # what earlier tests have left may hold files
+    descriptors, before = len(os.listdir("/proc/self/fd")), mounts()
     sandbox.run("1")
     assert sandbox._process is not None
-    descriptors, mounts = len(os.listdir("/proc/self/fd")), Path("/proc/mounts").read_text()
-    shared = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    first = descendants(sandbox._process.pid)
+    pid, held = sandbox._process.pid, len(os.listdir("/proc/self/fd"))
+    wait_for(lambda: len(below(pid)) == 1)  # the zygote in its own namespace of processes
+    first = below(pid)
+    write = (
+        f"for folder in ('.', '/tmp', '/dev/shm'):\n  try: open(f'{{folder}}/{name}', 'w')\n  except OSError: pass\n"
+    )
     for number in range(100):
-        assert sandbox.run(f"open('x', 'w').write('x'); print({number})").output == f"{number}\n"
-    assert descendants(sandbox._process.pid) == first
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert Path("/proc/mounts").read_text() == mounts
-    assert (os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []) == shared
+        assert sandbox.run(f"{write}print({number})").output == f"{number}\n"
+    wait_for(lambda: below(pid) == first)
+    assert len(os.listdir("/proc/self/fd")) <= held
+    assert mounts() == before
+    assert not any(Path(folder, name).exists() for folder in ("/tmp", "/dev/shm"))
     sandbox.close()
-    assert [pid for pid in first if Path(f"/proc/{pid}").exists()] == []
+    assert not any(map(runs, first))
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_all_ends_with_the_process_that_asked():
@@ -148,11 +161,7 @@ def test_all_ends_with_the_process_that_asked():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     pid = int(done.stdout)
-    for _ in range(600):
-        if not Path(f"/proc/{pid}").exists() or b"zygote" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return
-        threading.Event().wait(0.1)
-    pytest.fail("the sandbox outlived the process that asked for it")
+    wait_for(lambda: not runs(pid))
 
 
 def test_the_check_says_what_holds_and_what_is_missing(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch):

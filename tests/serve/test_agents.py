@@ -125,9 +125,9 @@ def test_what_clients_repeat_of_answers_is_read_or_listed(served):
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"messages": [USER, {"role": "user", "content": None}]}, "messages.1.content", "is required of a message"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "give one of them"),
-        ({"tools": [TOOL, OTHER, TOOL]}, "tools", "two of them are called 'calculator'"),
+        ({"messages": [USER, {"role": "user", "content": None}]}, "messages.1.content", "is required in a message"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "set only one of them"),
+        ({"tools": [TOOL, OTHER, TOOL]}, "tools", "two of them have the name 'calculator'"),
     ],
 )
 def test_of_two_readings_none_is_taken(served, fields, param, message):
@@ -152,7 +152,7 @@ def test_a_model_has_the_name_of_its_run_s_folder_and_the_typed_one(served, monk
     known = served_named(served, "demo", "runs/demo")
     for name in ("demo", "runs/demo", None):
         known.check_name(name)
-    with pytest.raises(RequestError, match="there is no 'other'; this server has 'demo'"):
+    with pytest.raises(RequestError, match="unknown model 'other'; this server has 'demo'"):
         known.check_name("other")
 
 
@@ -285,16 +285,22 @@ USING = {"role": "assistant", "tool_calls": USES}
 )
 def test_a_reply_to_no_call_is_refused(messages, awaited):
     body = read_body(ChatBody, json.dumps({"messages": messages}).encode())
-    with pytest.raises(RequestError, match=f"have no reply yet: {awaited}$"):
+    with pytest.raises(RequestError, match=f"without a reply: {awaited}$"):
         body.conversation(arguments_as_text=False)
 
 
 @pytest.mark.parametrize(
     ("raw", "problem"),
     [
-        (b'{"messages": [{"role": "user", "content": "x"}], "n": 1, "n": 2}', "each key once: 'n' is there twice"),
-        (b'{"messages": [{"role": "user", "content": "x", "content": "y"}]}', "'content' is there twice"),
-        ('{"messages": [{"role": "user", "content": "\u00e9"}]}'.encode("latin-1"), "JSON in UTF-8: byte 43 is not"),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}], "n": 1, "n": 2}',
+            "each key of an object in the body must be unique: 'n' occurs twice",
+        ),
+        (b'{"messages": [{"role": "user", "content": "x", "content": "y"}]}', "'content' occurs twice"),
+        (
+            '{"messages": [{"role": "user", "content": "\u00e9"}]}'.encode("latin-1"),
+            "JSON in UTF-8, and byte 43 is not",
+        ),
         (
             b'{"messages": [{"role": "assistant", "content": "", "reasoning": "a", "reasoning_content": "b"}]}',
             "messages.0.reasoning: differs from reasoning_content",

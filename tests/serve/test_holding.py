@@ -1,17 +1,23 @@
 """Clients that would hold the server, a server that is told to end, and programs that only some requests need."""
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import jax
 import pytest
 from in_thread import Server
+from processes import below, runs
 from test_server import JSON, LONG, QUESTION, answered, encode, idle, open_connection, wait_for
 
+from benches.recipes import VOCAB, write_tiny_model
 from podium.config.errors import UsageError
 from podium.observe import connection, listening, watch
 from podium.observe.access import LOOPBACK, Address
@@ -95,7 +101,7 @@ def test_a_client_that_does_not_read_its_answer_is_closed(monkeypatch):
     server = Server(large)
     client = connected(server.port)
     client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    wait_for(lambda: server.clients == 1)
+    assert client.recv(1)  # it sends
     wait_for(lambda: server.clients == 0)
     client.close()
     server.close()
@@ -150,9 +156,9 @@ def test_a_port_in_use_is_an_error_before_anything_is_opened(monkeypatch, tmp_pa
     (taken,) = listening.take_port("127.0.0.1", 0)
     port = taken.getsockname()[1]
     address = Address("127.0.0.1", port)
-    with pytest.raises(UsageError, match=f"--port {port}: another process listens there already; give another --port"):
+    with pytest.raises(UsageError, match=f"--port {port}: another process already uses it; give another --port"):
         serve("demo", address, name=None, context=None, slots=1, max_queue=1, settings=[])
-    with pytest.raises(UsageError, match="another process listens there already"):
+    with pytest.raises(UsageError, match="another process already uses it"):
         watch.serve(tmp_path, address)
     assert "http" not in capsys.readouterr().out
     taken.close()
@@ -224,13 +230,14 @@ def test_answers_in_progress_end_and_new_requests_are_told_to_come_again(ending,
     half.close()
 
 
-def test_what_does_not_end_in_time_is_told_to_come_again(ending, monkeypatch):
+def test_what_does_not_end_in_time_is_told_to_come_again(slow, ending, monkeypatch):
+    """An answer takes 3 s."""
     monkeypatch.setattr(routes, "GRACE_S", 0.2)
     server, clients = ending
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         wholes = [pool.submit(ask, server, max_tokens=100, temperature=1e6) for _ in range(3)]
         streams = [pool.submit(ask, server, max_tokens=100, temperature=1e6, stream=True) for _ in range(3)]
-        wait_for(lambda: clients.counters.tokens > 20)
+        wait_for(lambda: clients.counters.in_flight == 6 and clients.counters.tokens)
         server._server.should_exit = True
         wholes, streams = ([each.result() for each in found] for found in (wholes, streams))
     for status, text, answer in wholes:
@@ -238,6 +245,42 @@ def test_what_does_not_end_in_time_is_told_to_come_again(ending, monkeypatch):
     for status, text, _ in streams:
         assert status == 200 and json.loads(text.split("data: ")[-1])["error"]["code"] == "ending"
     assert clients.counters.in_flight == 0
+
+
+def test_a_process_that_gets_a_sigterm_in_the_middle_of_answers_ends_them_and_leaves_nothing(tmp_path):
+    """As a container's is stopped: a stream and a whole answer come to their end, and then nothing runs any more."""
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    write_tiny_model(tmp_path / "tiny", VOCAB, template, 2048)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    arguments = ["serve", str(tmp_path / "tiny"), "--port", str(port), "--slots", "2"]
+    body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2000, "temperature": 1e6, "n": 4}
+    clients = [http.client.HTTPConnection("127.0.0.1", port, timeout=60) for _ in range(2)]
+    with (
+        contextlib.closing(clients[0]),
+        contextlib.closing(clients[1]),
+        subprocess.Popen(
+            [sys.executable, "-m", "podium.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            assert "Ctrl-C ends" in process.stdout.readline()
+            for client, stream in zip(clients, (True, False), strict=True):
+                client.request("POST", "/v1/chat/completions", json.dumps({**body, "stream": stream}), JSON)
+            streamed = clients[0].getresponse()
+            first = streamed.read1(100)
+            started = below(process.pid)
+            process.send_signal(signal.SIGTERM)
+            said = (first + streamed.read()).decode().split("\n\n")
+            whole = json.loads(clients[1].getresponse().read())
+            assert process.wait(60) in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        finally:
+            process.kill()
+        assert "Traceback" not in process.stderr.read()
+    assert said[-2] == "data: [DONE]" and '"finish_reason":"' in said[-3]
+    assert [each["finish_reason"] for each in whole["choices"]] == ["stop"] * 4
+    wait_for(lambda: not any(map(runs, started)))
 
 
 # Programs that only some requests need.

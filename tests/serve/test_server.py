@@ -320,13 +320,26 @@ def wait_for(condition, seconds=20.0):
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slots_and_pages(served, slow, stream):
+DRAWN = {name: value for name, value in LONG.items() if name != "prompt"}
+CHATTED = {"messages": [{"role": "user", "content": QUESTION}], **DRAWN}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", LONG),
+        ("/v1/completions", {**LONG, "stream": True}),
+        ("/v1/chat/completions", CHATTED),
+        ("/v1/chat/completions", {**CHATTED, "stream": True}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": DRAWN}),
+    ],
+)
+def test_a_client_that_leaves_frees_its_slots_and_pages(served, slow, path, body):
     assert idle(served)
     for _ in range(3):
         left = served.clients.counters.left
-        connection = open_connection(served, "/v1/completions", {**LONG, "stream": stream})
-        if stream:
+        connection = open_connection(served, path, body)
+        if body.get("stream"):
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
         wait_for(lambda: served.engine.pages_used)
         connection.close()
@@ -382,8 +395,8 @@ BAD = [
     (TEXT, {"prompt": [1, "a"]}, "prompt", "give a text, a list of token ids"),
     (TEXT, {"prompt": [True]}, "prompt", "give a text, a list of token ids"),
     (TEXT, {"prompt": [[1], []]}, "prompt", "prompt is empty"),
-    (TEXT, {"prompt": [1, 35]}, "prompt", "outside the model's vocabulary of 35"),
-    (TEXT, {"prompt": [1] * 128}, "prompt", "has 128 tokens, and a prompt with its answer may have 128"),
+    (TEXT, {"prompt": [1, 35]}, "prompt", "has token 35, outside the model's vocabulary of 35"),
+    (TEXT, {"prompt": [1] * 128}, "prompt", "has 128 tokens, and a prompt with its answer may have at most 128"),
     (TEXT, {"prompt": "1", "max_tokens": 128}, "max_tokens", "ask for at most 127"),
     (TEXT, {"prompt": "1", "max_tokens": 2.5}, "max_tokens", "integer"),
     (TEXT, {"prompt": "1", "n": 0}, "n", "greater than or equal to 1"),
@@ -394,21 +407,21 @@ BAD = [
     (TEXT, {"prompt": "1", "stop": ""}, "stop.0", "at least 1 character"),
     (TEXT, {"prompt": "1", "stop": ["a"] * 9}, "stop", "at most 8"),
     (TEXT, {"prompt": "1", "stop": 3}, "stop", "valid array; found 3"),
-    (TEXT, {"prompt": "1", "stop": "a<end>"}, "stop", "holds the special token"),
-    (TEXT, {"prompt": "1", "logprobs": 1}, "logprobs", "of greedy answers only"),
+    (TEXT, {"prompt": "1", "stop": "a<end>"}, "stop", "contains the special token"),
+    (TEXT, {"prompt": "1", "logprobs": 1}, "logprobs", "only for greedy answers"),
     (TEXT, {"prompt": "1", "logprobs": 5}, "logprobs", "less than or equal to 1"),
-    (TEXT, {"prompt": "1", "max_tokens": 0}, "max_tokens", "0 needs echo"),
-    (TEXT, {"prompt": "1", "echo": True, "stream": True}, "echo", "only of one whole answer"),
-    (TEXT, {"prompt": "1", "echo": True, "n": 2}, "echo", "only of one whole answer"),
+    (TEXT, {"prompt": "1", "max_tokens": 0}, "max_tokens", "0 returns only the prompt, which needs echo"),
+    (TEXT, {"prompt": "1", "echo": True, "stream": True}, "echo", "only possible for one whole answer"),
+    (TEXT, {"prompt": "1", "echo": True, "n": 2}, "echo", "only possible for one whole answer"),
     (TEXT, {"prompt": "1", "best_of": 2}, "best_of", "only 1 is supported"),
     (
         TEXT,
         {"prompt": "1", "frequency_penalty": 0.5},
         "frequency_penalty",
-        "only 0 is supported; leave it out; found 0.5",
+        "only 0 is supported; leave the field out; found 0.5",
     ),
-    (TEXT, {"prompt": "1", "beam_width": 4}, "beam_width", "does not know this field"),
-    (TEXT, {"prompt": "1", "stream_options": {"x": 1}}, "stream_options.x", "does not know"),
+    (TEXT, {"prompt": "1", "beam_width": 4}, "beam_width", "unknown field"),
+    (TEXT, {"prompt": "1", "stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
     (CHAT, {"messages": []}, "messages", "at least 1 item"),
     (CHAT, {"messages": "hi"}, "messages", "valid array"),
     (CHAT, {"messages": [{"role": "robot", "content": "1"}]}, "messages.0.role", "'system', 'developer'"),
@@ -433,7 +446,7 @@ BAD = [
         CHAT,
         {"messages": HELLO, "chat_template_kwargs": {"a\r\nX-B: c": 1}},
         "chat_template_kwargs",
-        "is not the name of a variable",
+        "is not a valid variable name",
     ),
     (TEXT, {"prompt": "1", "temperature": 1e-40}, "temperature", "at least 1e-06"),
     (TEXT, {"prompt": "1", "top_p": 1e-40}, "top_p", "at least 1e-06"),
@@ -444,7 +457,7 @@ BAD = [
         CHAT,
         {"messages": HELLO, "tools": [{"function": {"name": "a", "parameters": {"properties": {"x": 1}}}}]},
         "tools.0.function.parameters",
-        "properties must be an object of schemas",
+        "properties must be an object that contains schemas",
     ),
     (
         CHAT,
@@ -457,14 +470,22 @@ BAD = [
     (TOKENS, {"token_ids": [1], "stream": True}, "stream", "only false"),
     (TOKENS, {"token_ids": [1.5]}, "token_ids.0", "integer"),
     (TOKENS, {"token_ids": [-1]}, "token_ids", "outside the model's vocabulary"),
-    (TOKENS, {"token_ids": [1], "sampling_params": {"temprature": 1}}, "sampling_params.temprature", "does not know"),
+    (TOKENS, {"token_ids": [1], "sampling_params": {"temprature": 1}}, "sampling_params.temprature", "unknown field"),
     (TOKENS, {"token_ids": [1], "sampling_params": {"max_tokens": 999}}, "sampling_params.max_tokens", "at most 127"),
     (
         TOKENS,
         {"token_ids": [1], "sampling_params": {"stop_token_ids": list(range(10, 18))}},
-        "sampling_params.stop",
+        "sampling_params.stop_token_ids",
         "9 stop",
     ),
+    (
+        TOKENS,
+        {"token_ids": [1], "sampling_params": {"stop_token_ids": [3, 35]}},
+        "sampling_params.stop_token_ids",
+        "stop token 35 is outside the model's vocabulary of 35",
+    ),
+    (TEXT, {"prompt": "1", "stop": "a", "stop_token_ids": [999]}, "stop_token_ids", "stop token 999 is outside"),
+    (CHAT, {"messages": HELLO, "stop_token_ids": [35]}, "stop_token_ids", "stop token 35 is outside"),
 ]
 
 
@@ -480,7 +501,7 @@ def test_what_is_no_request_is_refused_in_the_same_form(served):
     long = b'{"prompt": "' + b"1 " * (MAX_BODY // 2) + b'"}'
     asks = [
         (415, "/v1/completions", "POST", b"{}", {"Content-Type": "text/plain"}, "send the header"),
-        (404, "/chat/completions", "POST", b"{}", JSON, "there are /health, /metrics, /v1/models, /v1/completions, "),
+        (404, "/chat/completions", "POST", b"{}", JSON, "use one of /health, /metrics, /v1/models, /v1/completions, "),
         (405, "/v1/completions", "GET", None, {}, "Method Not Allowed"),
         (421, "/v1/models", "GET", None, {"Host": "evil.example"}, "'evil.example': without a token this server"),
         (413, "/v1/completions", "POST", long, JSON, "larger than"),

@@ -92,3 +92,21 @@ class CannotStart:
 
     def __init__(self, source: TaskSource):
         raise OSError("no such device")
+
+
+class Unmade:
+    """A task without a constructor."""
+
+    system_prompt = None
+
+    def prompts(self, split: str) -> list[Prompt]:
+        return []
+
+
+class TwoPlaces(Unmade):
+    def __init__(self, source: TaskSource, folder: str) -> None:
+        pass
+
+
+def number(source: TaskSource) -> int:
+    return 3

@@ -190,11 +190,11 @@ def test_a_dict_of_columns_is_rows_and_a_dict_of_splits_is_splits(tmp_path):
             {"question": ["a", "b"], "answer": [1]},
             "it is a dict of columns, and these differ in length: question 2, answer 1",
         ),
-        ({"question": "a", "answer": "1"}, "it is one row, .*; give a list of rows"),
+        ({"question": "a", "answer": "1"}, "it is a single row, .*; give a list of rows"),
         ({"question": {0: "a"}, "answer": {0: 1}}, "its entry 'question' is a dict"),
-        ({"dev": [{"question": "a"}]}, "it has the splits dev, and train is read"),
+        ({"dev": [{"question": "a"}]}, "it has the splits dev, and train is needed"),
         (["a"], "row 0 is 'a'; expected a dict"),
-        ([{1: "a", "1": "b"}], "row 0: a column's name is 1; names must be text"),
+        ([{1: "a", "1": "b"}], "row 0: the column name 1 is not text; rename it"),
         ([{"question": "a", "answer": object()}], "row 0 cannot be written as JSON"),
     ],
 )
@@ -214,7 +214,7 @@ def test_a_frame_with_two_columns_of_one_name_is_an_error(tmp_path):
 def test_an_object_with_two_values_of_one_name_is_an_error(name, tmp_path):
     text = '{"question": "a", "answer": 1, "answer": 2}'
     (tmp_path / name).write_text(f"[{text}]" if name == "a.json" else text)
-    with pytest.raises(ValueError, match=rf"{name}.*'answer' is there twice in an object"):
+    with pytest.raises(ValueError, match=rf"{name}.*'answer' occurs twice in an object"):
         given(tmp_path / name, tmp_path)
 
 

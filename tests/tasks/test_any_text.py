@@ -119,11 +119,11 @@ NUMBER = "0x" + "f" * 4_000
 @pytest.mark.parametrize(
     ("text", "form", "problem"),
     [
-        ('<tool_call>{"name": "search", "arguments": {"more": NaN}}</tool_call>', "tags", "NaN is no number of JSON"),
+        ('<tool_call>{"name": "search", "arguments": {"more": NaN}}</tool_call>', "tags", "NaN is not a JSON number"),
         ('<tool_call>{"name": "search", "arguments": {"more": 1e999}}</tool_call>', "tags", "cannot be used"),
         (f'<tool_call>{{"name": "f", "arguments": {{"a": {"[" * 70}{"]" * 70}}}}}</tool_call>', "tags", "64 levels"),
         (f"<|tool_call_start|>[search(more={NUMBER})]<|tool_call_end|>", "python", "more than 4,300 digits"),
-        ("<|tool_call_start|>[search(more={[1]})]<|tool_call_end|>", "python", "not Python"),
+        ("<|tool_call_start|>[search(more={[1]})]<|tool_call_end|>", "python", "not valid Python"),
     ],
 )
 def test_what_no_message_can_hold_is_said_to_the_model(text, form, problem):
@@ -221,7 +221,7 @@ class Rude:
         (Colour.RED, "Colour.RED"),
         (None, "null"),
         ("a\ud83d", "a\ufffd"),
-        (10**5000, "Error: it contains an integer of more than 4,300 digits, which cannot be written"),
+        (10**5000, "Error: the value contains an integer of more than 4,300 digits, which cannot be written"),
         (Rude(), "Error: no"),
         (Rude, str(Rude)),
     ],

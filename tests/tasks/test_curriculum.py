@@ -164,7 +164,7 @@ def test_a_position_restores_means_and_the_levels_of_prompts_in_flight():
         (
             "{name: arithmetic, curriculum: {levels: [{digits: 1}, {digits: 2}]}}",
             "group_size: 1\nalgorithm: {recipe: sft}\n",
-            "recipe sft samples nothing, so no level goes well or badly; leave it out",
+            "recipe sft samples nothing, so no curriculum level is scored; leave it out",
         ),
     ],
 )

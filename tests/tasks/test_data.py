@@ -145,14 +145,17 @@ def test_pass_rates_of_something_else_are_refused(tmp_path, filtering, change, m
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("data: {progress: {}}", r"data\.progress.*there is one task, and progress decides between several"),
-        ("data: {filter: {file: f, pass_rate: [0.9, 0.1]}}", r"the least, 0\.9, is above the largest, 0\.1; swap them"),
+        ("data: {progress: {}}", r"data\.progress.*there is only one task, and progress decides between several"),
+        (
+            "data: {filter: {file: f, pass_rate: [0.9, 0.1]}}",
+            r"the lower bound, 0\.9, is above the upper bound, 0\.1; swap them",
+        ),
         ("data: {filter: {file: f, pass_rate: [0.9]}}", r"data\.filter\.pass_rate"),
         ("data: {filter: {pass_rate: [0.1, 0.9]}}", r"data\.filter\.file"),
         ("data: {retire: {pass_rate: 0.0}}", r"data\.retire\.pass_rate"),
         (
             "data: {retire: {}}\ngroup_size: 1\nalgorithm: {recipe: sft}",
-            "recipe sft samples nothing, so no prompt goes",
+            "recipe sft samples nothing, so no prompt is scored",
         ),
     ],
 )
@@ -167,5 +170,5 @@ def test_progress_and_levels_of_a_task_exclude_each_other(tmp_path):
     (tmp_path / "run.yaml").write_text(
         f"model: a/b\ntasks: [{{name: arithmetic}}, {levels}]\ndata: {{progress: {{}}}}\n"
     )
-    with pytest.raises(ConfigError, match="tasks are drawn as the levels of a curriculum are"):
+    with pytest.raises(ConfigError, match="draws tasks like the levels of a curriculum"):
         load_settings([tmp_path / "run.yaml"], [], {})

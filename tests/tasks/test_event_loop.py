@@ -2,7 +2,7 @@
 
 import inspect
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, wait
 
 import pytest
 
@@ -59,3 +59,5 @@ def test_nothing_runs_after_its_end():
     with pytest.raises(CancelledError):
         loop.resolve(late)
     assert inspect.getcoroutinestate(late) == inspect.CORO_CLOSED
+    later = loop.submit(said())
+    assert wait([later], 60).done == {later}

@@ -61,6 +61,10 @@ class Talk:
                 time.sleep(600)
             case ["exit"]:
                 os._exit(3)
+            case ["fork"]:
+                time.sleep(0.0 if os.fork() else 0.2)
+            case ["nap"]:
+                time.sleep(0.8)
             case ["sleep"]:
                 time.sleep(600)
             case ["await"]:
@@ -158,6 +162,17 @@ def test_what_takes_the_process_with_it_fails_alone_and_the_others_are_lost(talk
     (replied,) = answers(talks, 1).values()
     assert replied.kind == "replied" and str(pid) not in str(replied.value)
     assert not runs(pid)
+
+
+def test_a_call_that_forks_is_answered_once_whatever_its_child_goes_on_to_say(talks):
+    """The child answers while the next request is open."""
+    begin(talks, 0)
+    (pid,) = shared(talks)
+    for count, text in enumerate(("fork", "nap", "fork", "nap"), start=1):
+        say(talks, 0, text)
+        (replied,) = answers(talks, 1).values()
+        assert replied.kind == "replied" and isinstance(replied.value, Reply)
+        assert replied.value.messages[0]["content"] == f"{count} of {pid}"
 
 
 @pytest.mark.parametrize("act", ["hold", "stop"])

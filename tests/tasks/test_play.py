@@ -82,7 +82,7 @@ def test_a_call_may_be_typed_as_in_python_or_as_any_model_writes_it(call):
     ("call", "problem"),
     [
         ("calculator(1, 2)", "each argument of calculator needs its name"),
-        ("calculator(", "not Python"),
+        ("calculator(", "not valid Python"),
         ('{"name": "calculator", ', "not valid JSON"),
         ('<tool_call>{"name": "calculator"', "not valid JSON"),
     ],

@@ -320,10 +320,10 @@ def test_a_config_names_functions_by_import_path():
     ("task", "message"),
     [
         ("rewards: {test_reward_functions:row_off: 1.0}", "has no 'row_off'; did you mean 'row_of'"),
-        ("rewards: {no_module:f: 1.0}", "no module 'no_module' here"),
+        ("rewards: {no_module:f: 1.0}", "no module 'no_module' found"),
         ("rewards: {'session:gone': 1.0}", "passed by the Python session that started the run"),
         ("rewards: {test_reward_functions:RUN: 1.0}", "not a function"),
-        ("correct: tags", "'tags' is not a part of it; set correct"),
+        ("correct: tags", "'tags' is not a part of the reward; set correct"),
         ("correct: cosine_length, rewards: {cosine_length: 1.0}", "cosine_length depends on correctness"),
         (
             "rewards: {correct: 1.0, test_reward_functions:row_of: 1.0}, correct: test_reward_functions:row_of",

@@ -148,7 +148,7 @@ def test_parquet_is_read_like_jsonl(tmp_path):
         ((qa(), qa(answer=None)), "data.jsonl:2: the answer .* is None, neither text nor a number"),
         ((qa(), qa(answer=True)), "data.jsonl:2: the answer .* is True"),
         ((qa(question=" "),), "data.jsonl:1: the question .* not text"),
-        ((qa(), {"question": "?"}), "data.jsonl:2: no column 'answer' .*there is question"),
+        ((qa(), {"question": "?"}), "data.jsonl:2: no column 'answer' .*expected one of question"),
         (({"questions": "?", "answer": "1"},), "no column 'question' .*did you mean 'questions'"),
         ((qa(), "{'a': 1}\n"), "data.jsonl:2: not a line of JSON"),
         ((qa(), "[1]\n"), "data.jsonl:2: expected a JSON object, got b'.1."),

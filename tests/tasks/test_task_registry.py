@@ -35,14 +35,25 @@ def test_a_module_beside_the_config_is_found(tmp_path, monkeypatch):
         (
             "qqq",
             {},
-            "'qqq' is not a task; there is arithmetic, calculator, chat, code, environment, frozen_lake,",
+            "'qqq' is not a task; expected one of arithmetic, calculator, chat, code, environment, frozen_lake,",
         ),
-        ("no_such_module:Task", {}, "no module 'no_such_module' here"),
+        ("no_such_module:Task", {}, "no module 'no_such_module' found"),
         ("sample_tasks:Ecko", {}, "module sample_tasks has no 'Ecko'; did you mean 'Echo'?"),
         ("sample_tasks:NeedsOption", {}, "options.size: must be set"),
         ("sample_tasks:Echo", {"kind": "c"}, "options.kind: Input should be 'a' or 'b', got 'c'"),
         ("sample_tasks:Echo", {"count": 1.5}, "options.count: Input should be a valid integer, got 1.5"),
         ("gsm8k", {"columns": "x"}, "gsm8k: options.columns: unknown option; there are none"),
+        ("sample_tasks:Unmade", {}, "begin its constructor `def __init__(self, source, *, ...)` (too many"),
+        (
+            "sample_tasks:TwoPlaces",
+            {},
+            "begin its constructor `def __init__(self, source, *, ...)` (missing a required",
+        ),
+        (
+            "sample_tasks:number",
+            {},
+            "sample_tasks:number: 3 is no task: it lacks prompts, system_prompt (docs/tasks.md)",
+        ),
     ],
 )
 def test_unknown_names_and_wrong_values_are_errors_with_a_way_out(name, options, message):

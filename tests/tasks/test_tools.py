@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 import time
+from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Literal
@@ -73,11 +74,17 @@ def test_a_schema_is_the_signature_and_the_docstring():
     }
 
 
+def yielding() -> Iterator[int]:
+    """Yield a number."""
+    yield 1
+
+
 @pytest.mark.parametrize(
     ("tool", "message"),
     [
         (lambda: 1, "has no docstring"),
         (plain, "tool plain has no docstring"),
+        (yielding, "tool yielding: it yields, and a model reads what a tool returns"),
         (type("Taken", (), {"__call__": lambda self, *words: 1, "__doc__": "It."})(), "cannot be passed by name"),
     ],
 )
@@ -90,7 +97,7 @@ def test_a_parameter_needs_a_type_and_two_tools_different_names():
     plain.__doc__ = "Return it."
     with pytest.raises(ValueError, match="tool plain: parameter value has no type"):
         tool_schema(plain)
-    with pytest.raises(ValueError, match="two tools are called search"):
+    with pytest.raises(ValueError, match="two tools have the name search"):
         by_name([search, search])
     with pytest.raises(ValueError, match="'calculater' is not a tool; did you mean 'calculator'"):
         find_tool("calculater")
@@ -236,20 +243,24 @@ def test_an_answer_without_a_call_is_what_it_says(form):
         (
             "<tool_call><function=f>query=3</function></tool_call>",
             "parameters",
-            "of f cannot be read from 'query=3' on",
+            "of f cannot be parsed from 'query=3' on",
         ),
-        ("<tool_call><function=f><parameter=a>3", "parameters", "of f cannot be read from '<parameter=a>3' on"),
+        ("<tool_call><function=f><parameter=a>3", "parameters", "of f cannot be parsed from '<parameter=a>3' on"),
         ("<tool_call><arg_key>a</arg_key>", "keys", "the call has no name; write <tool_call>NAME"),
-        ("<tool_call>f <arg_key>a</arg_key></tool_call>", "keys", "of f cannot be read from '<arg_key>a</arg_key>' on"),
+        (
+            "<tool_call>f <arg_key>a</arg_key></tool_call>",
+            "keys",
+            "of f cannot be parsed from '<arg_key>a</arg_key>' on",
+        ),
         (
             "to=functions.f<|message|>3<|call|>",
             "harmony",
-            "the arguments of f are no object; write <|channel|>commentary",
+            "the arguments of f are not an object; write <|channel|>commentary",
         ),
         ("to=functions.f<|message|>{<|call|>", "harmony", "not valid JSON"),
         ("[TOOL_CALLS] f(3)", "mistral", "not valid JSON"),
         ("[TOOL_CALLS][ARGS]{}", "mistral", "the call has no name; write [TOOL_CALLS] [{"),
-        (f"{BEGIN}f", "deepseek", f"the call cannot be read; write {BEGIN}function"),
+        (f"{BEGIN}f", "deepseek", f"the call cannot be parsed; write {BEGIN}function"),
         (f"<tool_call><function=f><parameter=a>{'[' * 100_000}</parameter>", "parameters", ""),
         ("<|tool_call>call:f(3)<tool_call|>", "braces", "not valid JSON"),
         ("<|tool_call>call:{}", "braces", "the call has no name; write <|tool_call>call:NAME{"),
@@ -258,25 +269,25 @@ def test_an_answer_without_a_call_is_what_it_says(form):
         ("<|tool_call_start|>[f(3)]", "python", "each argument of f needs its name before it; write"),
         ("<|tool_call_start|>[f(**a)]", "python", "each argument of f needs its name before it"),
         ("<|tool_call_start|>[f(a=g())]", "python", "malformed node"),
-        ("<|tool_call_start|>[f(a=1j)]", "python", "1j is no value of JSON"),
-        ("<|tool_call_start|>[f(a={1})]", "python", "{1} is no value of JSON"),
+        ("<|tool_call_start|>[f(a=1j)]", "python", "1j cannot be represented in JSON"),
+        ("<|tool_call_start|>[f(a={1})]", "python", "{1} cannot be represented in JSON"),
         ("<|tool_call_start|>[f(a=1, a=2)]", "python", "the argument a of f is given twice"),
-        ("<|tool_call_start|>[f(a={'b': 1, 'b': 2})]", "python", "'b' is there twice"),
+        ("<|tool_call_start|>[f(a={'b': 1, 'b': 2})]", "python", "'b' occurs twice"),
         (
             "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter></function></tool_call>",
             "parameters",
             "the argument a of f is given twice",
         ),
         ("<|tool_call_start|>[3]", "python", "the call has no name"),
-        ("<|tool_call_start|>[f(a='b]", "python", "the calls are not Python"),
+        ("<|tool_call_start|>[f(a='b]", "python", "the calls are not valid Python"),
         ("<|tool_call_start|>\x00", "python", "write <|tool_call_start|>"),
-        (f"<|tool_call_start|>f(a={'[' * 100_000})", "python", "the calls are not Python"),
-        (f"<|tool_call_start|>f(a={'-' * 100_000}1)", "python", "the calls are not Python"),
+        (f"<|tool_call_start|>f(a={'[' * 100_000})", "python", "the calls are not valid Python"),
+        (f"<|tool_call_start|>f(a={'-' * 100_000}1)", "python", "the calls are not valid Python"),
         (f"<|tool_call_start|>f(a={'+'.join(['1'] * 100_000)})", "python", "write"),
-        (f"<|tool_call_start|>{'g.' * 100_000}f(a=1)", "python", "the calls are not Python"),
+        (f"<|tool_call_start|>{'g.' * 100_000}f(a=1)", "python", "the calls are not valid Python"),
         ("<atem:function_calls>f</atem:function_calls>", "invoke", "the call has no name"),
         ("<atem:function_calls>", "invoke", "the call has no name; write <atem:function_calls>"),
-        ('<atem:function_calls><atem:invoke name="f">3</atem:invoke>', "invoke", "of f cannot be read from '3' on"),
+        ('<atem:function_calls><atem:invoke name="f">3</atem:invoke>', "invoke", "of f cannot be parsed from '3' on"),
     ],
 )
 def test_a_call_of_another_form_that_cannot_be_read_is_an_observation(text, form, problem):
@@ -291,10 +302,10 @@ def test_a_call_of_another_form_that_cannot_be_read_is_an_observation(text, form
         (f"<tool_call>{ONE}</tool_call><tool_call>{{</tool_call>", "not valid JSON"),
         ('<tool_call>{"arguments": {}}</tool_call>', "no name"),
         ("<tool_call>[1]</tool_call>", "no name"),
-        ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "arguments of f are no object"),
+        ('<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "arguments of f are not an object"),
         (f"<tool_call>{'[' * 100_000}", "not valid JSON"),
-        ('<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>', "'a' is there twice"),
-        ('<tool_call>{"name": "f", "arguments": {"\\ud83d": 1, "\\ude00": 2}}</tool_call>', "is there twice"),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>', "'a' occurs twice"),
+        ('<tool_call>{"name": "f", "arguments": {"\\ud83d": 1, "\\ude00": 2}}</tool_call>', "occurs twice"),
         ('<tool_call>{"name": "f", "arguments": {}, "parameters": {}}</tool_call>', "both arguments and parameters"),
         (f'<tool_call>{{"name": "f", "arguments": {{"a": {"1" * 5000}}}}}</tool_call>', "5000 digits is too long"),
         ("<tool_call>", "not valid JSON"),

@@ -153,7 +153,7 @@ def test_a_page_and_a_label_come_from_its_name(package):
         (
             "missing",
             {},
-            "verifiers:missing cannot be loaded: taskset 'missing' not found; its package must be installed",
+            "verifiers:missing cannot be loaded: taskset 'missing' not found; install its package",
         ),
         ("duel", {}, "its roles one, two would share one reward"),
         ("sums", {"eval_size": 6}, "lower eval_size"),

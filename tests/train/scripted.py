@@ -158,6 +158,13 @@ def echoed(environments: list, **columns) -> list[float]:
     return [environment.reward for environment in environments]
 
 
+class Sparing(Echo):
+    """The same, but a reward applies only where the last message had an even length."""
+
+    async def get_reward(self) -> float | None:
+        return None if self.reward % 2 else self.reward
+
+
 class Doors:
     """A gym-like environment: doors are opened until one is the right one."""
 

@@ -146,6 +146,12 @@ def foreign() -> float:
     return 1.0
 
 
+def unending() -> float:
+    """Asks for an end at a token that the model does not have."""
+    draw([5], stop_token_ids=[10**6])
+    return 1.0
+
+
 def silent() -> float:
     """Asks nothing."""
     return 1.0

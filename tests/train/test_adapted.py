@@ -66,8 +66,10 @@ def test_a_kl_in_the_reward_is_charged_by_the_state_s_coefficient():
     _, stats = adapting.prepare(with_coefs(state, {"kl_coef": 0.4}), groups_of())
     fixed, state = make_trainer(reference=True, algorithm={**options, "kl_coef": 0.4})
     _, expected = fixed.prepare(state, groups_of())
-    np.testing.assert_allclose(stats.penalties, expected.penalties, rtol=1e-6)  # the state's is a float32
-    assert np.abs(stats.penalties).max() > 0
+    assert stats.penalty is not None and expected.penalty is not None
+    penalties = stats.penalty.penalties
+    np.testing.assert_allclose(penalties, expected.penalty.penalties, rtol=1e-6)  # the state's is a float32
+    assert np.abs(penalties).max() > 0
 
 
 def test_a_step_without_an_update_adapts_nothing():

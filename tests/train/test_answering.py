@@ -164,7 +164,7 @@ def test_an_evaluation_of_other_rows_and_of_the_runs_own_says_the_system_prompt_
     podium.evaluate(run, system_prompt="", **few)
     lengths = [len(prompt) for prompt, _ in submitted]
     assert lengths[0] == lengths[1] + 1 and lengths[2] == lengths[3] + 1
-    with pytest.raises(ValueError, match="question go with data"):
+    with pytest.raises(ValueError, match="question need data"):
         podium.evaluate(run, question="text")
 
 
@@ -189,7 +189,7 @@ def test_the_system_prompt_is_the_task_s_own_or_the_config_s(tiny_model, tmp_pat
     assert (two.system_prompt, two.notice[:48]) == ("A", "the run's tasks have different system prompts; a")
     assert prompt({"name": "arithmetic"}, {"name": "arithmetic", "system_prompt": ""}).notice == ""
     lost = {"name": "no_such_module:Task"}
-    with pytest.raises(ValueError, match=r"task Task of the run cannot be made here.*give a system prompt"):
+    with pytest.raises(ValueError, match=r"task Task of the run cannot be created here.*give a system prompt"):
         prompt(lost)
     assert prompt(lost, asked=Asked(system_prompt="C")).system_prompt == "C"
 

@@ -189,7 +189,7 @@ def test_a_sample_that_fits_no_row_is_an_error_with_the_way_out(packing):
     fits = sample([1, 2, 3], [4, 5, 6])
     make_batch([fits], sizes(row_tokens=5, rows=1, max_rows=1, packing=packing))
     message = (
-        r"a prompt of 3 tokens with a completion of 3 does not fit in a row of 4; "
+        r"a prompt of 3 tokens with a completion of 3 does not fit in a row of 4 tokens; "
         r"set train\.row_tokens to rollout\.max_prompt_tokens \+ rollout\.max_new_tokens"
     )
     with pytest.raises(ValueError, match=message):

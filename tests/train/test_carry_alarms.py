@@ -11,7 +11,7 @@ from tiny_runs import make_group
 from podium.config.schema import RolloutConfig
 from podium.observe.alarms import AT_BOUND, WINDOW, CarryAlarms, GapAlarm, SamplerGapError, check_gap
 from podium.observe.metrics import GAP_METRIC
-from podium.observe.stats import CarryStats, StepStats
+from podium.observe.stats import CarryStats, StepSeconds, StepStats
 from podium.rollout.request import RolloutStats
 from podium.train.recorder import completion_stats
 
@@ -29,10 +29,7 @@ def step(
         rolled=RolloutStats(waited_s=waited_s, drawn_lengths=(drawn,) * 400),
         batched=BATCHED,
         updated=UPDATED,
-        step_s=1.0,
-        cpu_s=1.0,
-        sync_s=0.0,
-        checkpoint_s=None,
+        seconds=StepSeconds(step_s=1.0, cpu_s=1.0, sync_s=0.0, checkpoint_s=None),
         carried=carried,
     )
     lengths = dataclasses.replace(stats.completions, completion_tokens=np.full(400, trained))
@@ -71,7 +68,7 @@ def test_the_bound_is_no_fault_where_nobody_waits_or_it_is_not_always_reached(wa
 def test_lengths_that_are_not_those_that_were_drawn_are_said_after_a_window():
     ((when, line),) = said([(step(trained=9 if number % 5 == 0 else 10), {}) for number in range(20)])
     assert when == WINDOW
-    assert "over 10 steps the lengths of what is trained on are 0.20" in line
+    assert "over 10 steps, the lengths of trained completions differ by 0.20" in line
     assert said([(step(trained=9 if number % 20 == 0 else 10), {}) for number in range(40)]) == []
 
 
@@ -90,7 +87,7 @@ def test_a_gap_without_age_is_said():
 
 def test_environments_that_answer_otherwise_are_said_once():
     ((when, line),) = said([(step(), {}), (step(), {"env/changed": 3.0}), (step(), {"env/changed": 1.0})])
-    assert (when, "the environments of 3 conversations answered otherwise" in line) == (2, True)
+    assert (when, "the environments of 3 conversations answered differently" in line) == (2, True)
 
 
 def test_a_run_that_carries_nothing_hears_nothing():
@@ -135,7 +132,7 @@ def test_a_gap_above_the_limit_stops_a_run(settings, metric, way_out):
     check_gap(limited, 3, {metric: 0.05})
     check_gap(limited, 3, {})
     check_gap(RolloutConfig(**settings), 3, {metric: 1.0})
-    with pytest.raises(SamplerGapError, match=f"{metric} of step 3 is 0.051 nat, .*max_logprob_gap is 0.05:") as error:
+    with pytest.raises(SamplerGapError, match=f"{metric} of step 3 is 0.051 nat, .*max_logprob_gap 0.05:") as error:
         check_gap(limited, 3, {metric: 0.051})
     assert way_out in str(error.value)
 

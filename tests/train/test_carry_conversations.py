@@ -103,7 +103,7 @@ def test_an_environment_that_answers_otherwise_when_it_is_opened_anew_begins_aga
     monkeypatch.setattr(scripted.Fickle, "made", 0)
     config = talk("Fickle", rollout=CARRIED, environments={"retries": 1})
     found = Steps(config, 3, anew=True)
-    assert found.failures and all("is another one than before the run was continued" in each for each in found.failures)
+    assert found.failures and all("differs from before the run was resumed" in each for each in found.failures)
     assert "set rollout.in_flight to 1" in found.failures[0]
     assert {each.finish_reason for each in found.transcripts} <= {"stop", "length"}
     monkeypatch.setattr(scripted.Fickle, "made", 0)

@@ -77,7 +77,9 @@ def test_a_template_that_cannot_be_continued_is_said_and_read_anew(rollouts, mon
     tokenizer, notices = rollouts.feed.tokenizer, []
     use_template(tokenizer, "{{ messages[-1].content }}", monkeypatch)
     talk = conversation(rollouts, most=2, notice=notices.append)
-    assert notices[0].startswith("the whole conversation is read again at each turn: the model's chat template cannot")
+    assert notices[0].startswith(
+        "the whole conversation is processed again at each turn: the model's chat template cannot"
+    )
     for question in ("1+2", "3+4"):
         rollouts.engine.stats()
         list(talk.answer(question))
@@ -100,7 +102,7 @@ def test_an_answer_is_shown_while_it_is_drawn_and_can_be_interrupted(rollouts):
 
 def test_what_does_not_fit_is_said_and_can_be_forgotten(rollouts):
     talk = conversation(rollouts, most=1)
-    with pytest.raises(ValueError, match="and 40 fit; /new begins another"):
+    with pytest.raises(ValueError, match="and only 40 fit; /new starts another"):
         list(talk.answer("What " * 41))
     assert talk.messages == []
 
@@ -123,7 +125,7 @@ def test_the_command_answers_lines(tiny_model, monkeypatch):
     asked = Asked(system_prompt="only", temperature=1.0, max_new_tokens=3)
     assert chat(str(tiny_model), asked=asked, seed=1, console=console, lines=lines) == 0
     text = output.getvalue()
-    assert "nothing was answered yet" in text and "mean log-probability -" in text and " tokens\n" in text
+    assert "no answer yet" in text and "mean log-probability -" in text and " tokens\n" in text
 
 
 def test_text_of_a_model_cannot_move_the_terminal():

@@ -307,7 +307,8 @@ def test_a_save_that_fails_is_told_at_the_next_call_and_the_last_good_step_stays
     no_large_files(True)
     checkpointer.save(2, make_state(2), {}, score=None)
     with pytest.raises(
-        CheckpointError, match=r"step 2 could not be written to .* steps: \[1\]; files may not be that large"
+        CheckpointError,
+        match=r"step 2 could not be written to .* steps: \[1\]; the file is larger than this machine allows",
     ):
         checkpointer.save(3, make_state(3), {}, score=None)
     checkpointer.save(3, make_state(3), {}, score=None)
@@ -328,7 +329,7 @@ def test_a_folder_that_became_read_only_is_named_with_its_way_out(open_checkpoin
     def refuse(folder: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
 
-    monkeypatch.setattr(checkpoint, "_try_to_write", refuse)
+    monkeypatch.setattr(checkpoint, "try_to_write", refuse)
     with pytest.raises(CheckpointError, match=r"Read-only file system.*\[1\]; make .*/checkpoints writable") as caught:
         checkpointer.save(2, make_state(2), {}, score=None)
     assert "make room" not in str(caught.value)

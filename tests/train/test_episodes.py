@@ -24,11 +24,12 @@ from podium.plan.request.workload import Replies, SequenceLengths, simulate_roll
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import RolloutStats
 from podium.rollout.transcript import Transcript
+from podium.run.run_spec import AnswerSettings
 from podium.sampling.conversations.dialogue import Dialogue
 from podium.sampling.exchange import Exchange
 from podium.sampling.feed import prompt_messages
 from podium.sampling.groups import Group
-from podium.sampling.sampler import AnswerSettings, FailingEnvironmentError, Sampler
+from podium.sampling.sampler import FailingEnvironmentError, Sampler
 from podium.tasks.conversation import ToolCall, Turn, as_reply
 from podium.tasks.conversations.conversing import Answered
 from podium.tasks.conversations.tool_calls import Calls
@@ -229,11 +230,32 @@ def test_trls_class_form_is_taken_as_it_is(tiny_model, template, tmp_path, one_d
     assert run.config.tasks[0].environment == "scripted:Echo"
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_get_reward_that_returns_none_is_no_reward_and_no_grade_of_the_task(talk, monkeypatch, beside):
+    """As a reward function's None: left out where no other part applies; the rows' own answers grade nothing."""
+    monkeypatch.setattr(Dialogue, "read", call_of_everything)
+    rewards = {"correct": 2.0} | ({"test_episodes:counted": 0.5} if beside else {})
+    config = talk(tasks=[{"name": "arithmetic", "environment": "scripted:Sparing", "rewards": rewards}])
+    groups, _, _ = answered(config)
+    found = Counter[bool]()
+    for group in groups:
+        for each, reward in zip(group.transcripts, group.rewards, strict=True):
+            replies = [message["content"] for message in each.messages if message["role"] == "tool"]
+            paid = len(str(replies[-1])) if replies else 0
+            applies = paid % 2 == 0
+            found[applies] += 1
+            assert reward.failed == (not applies and not beside)
+            if not reward.failed:
+                assert reward.total == 2.0 * paid * applies + 0.5 * len(each.messages) * beside
+            assert ("correct" in reward.weights, "counted" in reward.weights) == (applies, beside)
+    assert min(found[True], found[False]) > 1, found
+
+
 def test_an_environment_in_processes_survives_one_that_is_killed(talk):
     config = talk(environments={"workers": 2, "retries": 0})
     with opened(config) as rollouts:
         prompts = rollouts.feed.next(4)
-        settings = AnswerSettings(sampling=rollouts.spec.sampling, completions=4)
+        settings = AnswerSettings(sampling=rollouts.spec.training.sampling, completions=4)
         killed: list[int] = []
 
         def poll() -> None:
@@ -269,7 +291,7 @@ def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
 
     monkeypatch.setattr(WorkerProcess, "__init__", begun)
     with opened(config) as rollouts:
-        settings = AnswerSettings(sampling=rollouts.spec.sampling, completions=4)
+        settings = AnswerSettings(sampling=rollouts.spec.training.sampling, completions=4)
         for number in range(rounds):
             breaks, left = number % 2, [draw.randrange(2, 12)]
 

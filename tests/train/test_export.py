@@ -190,7 +190,7 @@ def test_a_push_without_a_network_says_that_the_export_is_complete(run, tmp_path
         with pytest.raises(PushError) as caught:
             export_run(run, tmp_path / "out", step=None, dtype="float32", push="me/tiny")
     message = str(caught.value)
-    assert message.startswith("--push me/tiny: the hub was not reached (") and "\n" not in message
+    assert message.startswith("--push me/tiny: the hub could not be reached (") and "\n" not in message
     out = tmp_path / "out"
     assert message.endswith(f"the export is complete in {out}; push it later with: hf upload me/tiny {out}")
     assert (tmp_path / "out" / "README.md").is_file()

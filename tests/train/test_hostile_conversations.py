@@ -21,9 +21,9 @@ from podium.config.imports import imported
 from podium.observe.records import read_metrics, read_samples
 from podium.observe.run_dir import METRICS, SAMPLES
 from podium.rollout.transcript import Transcript
+from podium.run.run_spec import AnswerSettings
 from podium.sampling.feed import request_seed
 from podium.sampling.groups import Greedy, Group
-from podium.sampling.sampler import AnswerSettings
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import FAILED, Prompt
 from podium.train.batches.prepare import pack_step, step_advantages
@@ -38,7 +38,7 @@ def conversations(config, hostile: dict[str, str], monkeypatch) -> tuple[list[Gr
     monkeypatch.setenv(HOSTILE, json.dumps(hostile))
     with opened(config) as rollouts:
         prompts = rollouts.feed.next(GROUPS)
-        groups, _ = rollouts.answer(prompts, AnswerSettings(sampling=rollouts.spec.sampling, completions=SIZE))
+        groups, _ = rollouts.answer(prompts, AnswerSettings(sampling=rollouts.spec.training.sampling, completions=SIZE))
         return groups, (rollouts.held, prompts)
 
 
@@ -107,7 +107,7 @@ def test_programs_whose_processes_are_lost_begin_again_without_a_failure(talk, m
                 os.kill(killed[0], signal.SIGKILL)
 
         rollouts.exchange.poll = poll
-        settings = AnswerSettings(sampling=rollouts.spec.sampling, completions=4)
+        settings = AnswerSettings(sampling=rollouts.spec.training.sampling, completions=4)
         groups, _ = rollouts.answer(rollouts.feed.next(4), settings)
         assert len(rollouts.held.failures) <= 1  # if a single program was being answered, it may be to blame
         assert rollouts.held.moved >= 1
@@ -134,12 +134,17 @@ def wait_without_calls(process):
 
 
 def test_environments_that_are_lost_between_steps_change_nothing_that_is_carried_over(talk):
-    """With a schedule that no clock decides, all is as it would have been, to the last position."""
-    config = talk(rollout={**CARRIED, "reproducible": True}, environments={"workers": 1, "retries": 0})
+    """With a schedule that no clock decides, all is as it would have been, to the last position. Each that was lost is
+    counted in the step that goes on with it; a grade that had come before is not."""
+    carried = {**CARRIED, "in_flight": 3.0, "max_staleness": 3, "reproducible": True}
+    config = talk(rollout=carried, environments={"workers": 1, "retries": 0})
     whole, broken = Steps(config, 3), Steps(config, 0)
+    lost = [0]
     with broken.opened() as rollouts:
         for step in range(3):
             broken.run(rollouts, step)
+            left = [each for pending in rollouts.position.pending for each in pending.episodes if not each.ended]
+            lost.append(sum(each.state != "ending" for each in left))
             process = rollouts.environments._pool._shared[0].worker
             wait_without_calls(process)
             os.kill(process.pid, signal.SIGKILL)
@@ -148,6 +153,7 @@ def test_environments_that_are_lost_between_steps_change_nothing_that_is_carried
                 assert time.monotonic() < until
                 time.sleep(0.01)
     assert not broken.failures
+    assert [held.moved for held in broken.held] == lost[:3] and min(lost[1:]) > 4
     for one, other in zip(whole.groups, broken.groups, strict=True):
         for group, same in zip(one, other, strict=True):
             assert_same_draws(group, same)

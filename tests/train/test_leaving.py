@@ -106,7 +106,7 @@ def test_an_error_in_an_environment_loses_no_whole_step(talk, monkeypatch, capfd
         return found
 
     monkeypatch.setattr(Sampler, "answer", counted)
-    with pytest.raises(ValueError, match="Mend the environment, then continue the run"):
+    with pytest.raises(ValueError, match="Fix the environment, then continue the run"):
         train(config, plain=True)
     assert "step 2 is saved; to continue" in said(capfd)
     run = Path(config.runs_dir) / "run"
@@ -174,7 +174,7 @@ def test_a_step_that_could_not_be_recorded_is_saved_and_its_missing_line_is_said
     monkeypatch.undo()
     assert "step 2 is saved; to continue" in said(capfd)
     assert train(config, plain=True) == 0
-    assert f"{name} has no line of step 2: the run ended before it was written" in said(capfd)
+    assert f"{name} has no line for step 2: the run ended before it was written" in said(capfd)
     assert saved_steps(tmp_path / "run" / "checkpoints")[-1] == 3
 
 
@@ -205,7 +205,7 @@ def test_a_step_whose_weights_the_failed_update_replaced_is_said_to_be_lost(tiny
     monkeypatch.setattr(Trainer, "update", diverging)
     with pytest.raises(DivergedError):
         train(config, plain=True)
-    lost = "step 3 could not be saved: the update that failed had replaced its weights; the newest saved step is 2; to"
+    lost = "step 3 could not be saved: the update that failed had already replaced its weights; the newest saved"
     assert lost in said(capfd)
     assert saved_steps(tmp_path / "run" / "checkpoints") == [2]
 
@@ -223,7 +223,7 @@ def test_a_disk_that_is_full_at_the_end_hides_no_error(tiny_model, tmp_path, mon
     config = make_config(tiny_model, tmp_path, **merged(STEPWISE, NEVER))
     monkeypatch.setattr("podium.train.loop.evaluate", fail_at(2, evaluate, RuntimeError("the first error")))
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    target = "podium.train.checkpoints.checkpoint._try_to_write"
+    target = "podium.train.checkpoints.checkpoint.try_to_write"
     monkeypatch.setattr(target, fail_at(2, pkgutil.resolve_name(target), full))
     with pytest.raises(RuntimeError, match="the first error"):
         train(config, plain=True)

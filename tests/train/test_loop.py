@@ -92,7 +92,7 @@ def test_numbers_that_are_not_finite_stop_the_run_and_leave_the_batch(tiny_model
 
 def test_a_run_stops_where_sampler_and_trainer_are_too_far_apart(tiny_model, tmp_path):
     config = make_config(tiny_model, tmp_path, rollout={"dtype": "bfloat16", "max_logprob_gap": 1e-9})
-    with pytest.raises(SamplerGapError, match=r"of step 1 is .* nat, and rollout\.max_logprob_gap is 1e-09"):
+    with pytest.raises(SamplerGapError, match=r"of step 1 is .* nat, above rollout\.max_logprob_gap 1e-09"):
         train(config, plain=True)
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["policy/logprob_gap/mean"] > 1e-9

@@ -162,7 +162,10 @@ def test_a_base_of_fewer_bits_trains_and_its_codes_values_are_exported(tmp_path,
 def test_an_exported_adapter_begins_another_run_where_this_one_ended(done, tiny_model, tmp_path, capsys):
     assert export_run(done, tmp_path / "adapter", step=None, dtype="bfloat16") == 0
     said = capsys.readouterr().out
-    assert "PeftModel.from_pretrained(model, " in said and f"others do not have its base model, {tiny_model}: " in said
+    assert (
+        "PeftModel.from_pretrained(model, " in said
+        and f"its base model is local: to use the adapter elsewhere, also copy {tiny_model}" in said
+    )
     assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["base_model_name_or_path"] == str(
         tiny_model
     )
@@ -195,5 +198,5 @@ def test_what_cannot_be_merged_is_refused(tiny_model, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yaml").write_text(to_yaml(make_config(tiny_model).model_dump(mode="json")))
-    with pytest.raises(ValueError, match="was trained without lora: there is nothing to merge; leave --merge out"):
+    with pytest.raises(ValueError, match="was trained without lora, so it has no adapter to merge; leave out --merge"):
         export_run(folder, tmp_path / "out", step=None, dtype="float32", merge=True)

@@ -27,7 +27,7 @@ from tiny_runs import (
 
 from podium.algorithms.losses import Tokens
 from podium.certify.checks import skipped
-from podium.certify.subject import make_subject
+from podium.certify.small_run import make_subject
 from podium.config.errors import ConfigError
 from podium.plan.request.planned_rows import packed_rows
 from podium.plan.request.workload import SequenceLengths
@@ -126,7 +126,7 @@ def test_minibatches_share_the_demonstrations() -> None:
     batches, batched = trainer.prepare(state, groups_of(REWARDS), beside)
     found = [np.count_nonzero(np.asarray(batch.likelihoods)) for batch in batches]
     lengths = [group.transcripts[0].num_drawn for group in beside]
-    assert found == [sum(lengths[:2]), sum(lengths[2:])] and batched.demonstrated_tokens == sum(lengths)
+    assert found == [sum(lengths[:2]), sum(lengths[2:])] and batched.tokens.demonstrated == sum(lengths)
     for batch in batches:
         assert float(np.sum(np.asarray(batch.likelihoods))) == pytest.approx(WEIGHT, rel=1e-6)
         assert not np.any(np.asarray(batch.likelihoods) * np.asarray(batch.mask))
@@ -290,7 +290,7 @@ def test_a_part_that_stands_twice_and_shares_that_are_uneven_are_named() -> None
         ("rloo", "set algorithm.recipe to rloo, or a loss of your own here"),
         ("ppo", "set algorithm.recipe to ppo"),
         ("distill", "set teacher, with its weight"),
-        ("dpo", "run podium dpo by itself"),
+        ("dpo", "run podium dpo separately"),
         ("sfd", "did you mean sft?"),
     ],
 )

@@ -153,7 +153,7 @@ def test_fewer_steps_than_are_done_are_refused_and_change_nothing(half, tmp_path
     run = with_relative_place(half, tmp_path)
     before = (run / "config.yaml").read_bytes()
     config = load_settings([run / "config.yaml"], ["steps=1"], os.environ).config
-    rule = r"steps: 2 steps of run .*runs/run are done and saved, and 1 are asked for: .* set steps above 2 to go on"
+    rule = r"steps: 2 steps of run .*runs/run are done and saved, and only 1 are asked for, .* set steps above 2"
     with pytest.raises(UsageError, match=rule):
         train(config, plain=True)
     assert (run / "config.yaml").read_bytes() == before
@@ -165,7 +165,7 @@ def test_fewer_steps_than_are_done_name_the_step_to_begin_from(half, tmp_path, e
     shutil.copytree(run / "checkpoints" / "2", run / "checkpoints" / "1")
     config = load_settings([run / "config.yaml"], ["steps=1"], os.environ).config
     with pytest.raises(
-        UsageError, match=r"or begin another run from an earlier step: --from .*/runs/run@1 --set name="
+        UsageError, match=r"or start another run from an earlier step: --from .*/runs/run@1 --set name="
     ):
         train(config, plain=True)
 

@@ -16,12 +16,13 @@ from tiny_runs import assert_same_run, config_of, groups_of, make_config, make_t
 from podium.algorithms.recipes import Teaching
 from podium.certify.naive import Weights, distributions, in_float64, scores
 from podium.certify.tiny import Arrays, random_weights
-from podium.config.teacher import template_names
+from podium.config.message_template import template_names
 from podium.models.architecture import DecoderConfig
 from podium.models.files.source import resolve as find_source
 from podium.models.text.tokenizer import load_tokenizer
 from podium.run.machine import Machine
 from podium.run.resolve import resolve, resolve_recipe, resolve_rollout
+from podium.run.run_spec import PrivilegedSpec
 from podium.sampling.feed import Feed
 from podium.sampling.privileged import privileged_messages
 from podium.tasks.task import Prompt
@@ -42,21 +43,27 @@ def test_a_template_s_names_are_those_in_its_braces():
             template_names(text)
 
 
+def spec_of(template: str) -> PrivilegedSpec:
+    return PrivilegedSpec(role="teacher", template=template, max_tokens=64)
+
+
 def test_a_privileged_prompt_rewrites_the_last_message_of_the_user():
     prompt = Prompt(
         id="7", question="unused", answer="12", metadata={"solution": "3 * 4", "steps": [1, "b"], "no": None}
     )
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q?"}]
-    made = privileged_messages("{question} {solution} = {answer} {{{steps}}}", prompt, messages)
+    made = privileged_messages(spec_of("{question} {solution} = {answer} {{{steps}}}"), prompt, messages)
     assert made == [messages[0], {"role": "user", "content": 'Q? 3 * 4 = 12 {[1, "b"]}'}]
     after = [*messages, {"role": "assistant", "content": "A"}]
-    assert privileged_messages("{answer}", prompt, after)[1:] == [{"role": "user", "content": "12"}, after[2]]
-    with pytest.raises(ValueError, match=r"prompt 7 has no column 'hint'; it has answer, no, question, solution, st"):
-        privileged_messages("{hint}", prompt, messages)
+    assert privileged_messages(spec_of("{answer}"), prompt, after)[1:] == [{"role": "user", "content": "12"}, after[2]]
+    with pytest.raises(
+        ValueError, match=r"teacher\.template: prompt 7 has no column 'hint'; it has answer, no, question, solution, st"
+    ):
+        privileged_messages(spec_of("{hint}"), prompt, messages)
     with pytest.raises(ValueError, match="no column 'no'"):
-        privileged_messages("{no}", prompt, messages)
-    with pytest.raises(ValueError, match="prompt 7 has no message of the user"):
-        privileged_messages("{answer}", prompt, messages[:1])
+        privileged_messages(spec_of("{no}"), prompt, messages)
+    with pytest.raises(ValueError, match="prompt 7 has no user message"):
+        privileged_messages(spec_of("{answer}"), prompt, messages[:1])
 
 
 @pytest.mark.parametrize("packing", ["none", "shared_prompts"])
@@ -67,7 +74,7 @@ def test_each_token_is_taught_by_its_own_score_behind_the_teacher_s_prompt(packi
     own = {str(index): tuple(random.integers(0, 300, 1 + 13 * index // 3).tolist()) for index in range(4)}
     weights = random_weights(decoder, seed=5)
     params = {name: jnp.asarray(x) for name, x in weights.items()}
-    recipe = dataclasses.replace(trainer.recipe, teacher=Teaching(weight=0.5))
+    recipe = dataclasses.replace(trainer.recipe, teaching=Teaching(weight=0.5))
     behind = OwnPrompts(
         of=lambda prompt: own[prompt.prompt.id], sizes=dataclasses.replace(trainer.sizes, row_tokens=22)
     )
@@ -90,7 +97,7 @@ def test_each_token_is_taught_by_its_own_score_behind_the_teacher_s_prompt(packi
     several = [len(each) > 1 for each in found]
     assert all(np.abs(x - y).max() > 1e-3 for x, y, many in zip(found, late, several, strict=True) if many)
     assert sum(several) > 8
-    assert stats.teacher_kl is not None
+    assert stats.taught_kl is not None
 
 
 def scored(decoder: DecoderConfig, weights: Arrays, prompt: tuple[int, ...], tokens: np.ndarray) -> np.ndarray:
@@ -121,7 +128,7 @@ def test_prompts_that_are_too_long_for_the_teacher_are_left_out_of_training_alon
     assert feed.privileged(first.prompt) == (*first.tokens, *added)
     short = dataclasses.replace(spec.prompts, privileged=dataclasses.replace(spec.prompts.privileged, max_tokens=5))
     feed = Feed(short, tokenizer)
-    with pytest.raises(ValueError, match=r"or in teacher.max_prompt_tokens 5 as the teacher reads it; raise it"):
+    with pytest.raises(ValueError, match=r"or in teacher.max_prompt_tokens 5 as the teacher reads it; raise the limit"):
         feed.next(1)
     assert feed.encode(first.prompt, 0) is not None, "as evaluation does"
     with pytest.raises(ValueError, match=r"has \d+ tokens and teacher.max_prompt_tokens is 5; raise it"):

@@ -140,7 +140,14 @@ def test_a_program_that_fails_is_tried_again_and_in_no_mean(talk):
 
 @pytest.mark.parametrize(
     ("way", "message"),
-    [("foreign", "a program asked what cannot be answered"), ("silent", "before it asked the model anything")],
+    [
+        ("foreign", "a program's request cannot be answered: prompt has token 1000000"),
+        (
+            "unending",
+            "a program's request cannot be answered: stop token 1000000 is outside the model's vocabulary of",
+        ),
+        ("silent", "without sending a request to the model"),
+    ],
 )
 def test_a_program_that_asks_what_cannot_be_answered_has_failed(talk, way, message):
     with pytest.raises(FailingEnvironmentError, match=message):

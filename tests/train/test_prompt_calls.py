@@ -41,7 +41,7 @@ def test_a_published_template_writes_the_calls_of_a_prompt_once(name):
 
 @pytest.mark.parametrize("name", WITHOUT)
 def test_a_template_that_leaves_calls_out_is_an_error(name):
-    with pytest.raises(ValueError, match="tool_calls, and the model's chat template writes none"):
+    with pytest.raises(ValueError, match="tool_calls, and the model's chat template does not write them"):
         with_calls(format_of(name), read())
     assert with_calls(format_of(name), read()[:1]) == read()[:1]
 

@@ -116,9 +116,12 @@ def test_the_chosen_length_is_what_other_settings_leave(tmp_path):
     [
         (
             {"max_episode_tokens": 48},
-            "37 tokens .*; rollout.max_episode_tokens 48 and answers of rollout.max_new_tokens 16 allow 32",
+            "37 tokens .*; rollout.max_episode_tokens 48 and answers of rollout.max_new_tokens 16 leave room for 32",
         ),
-        ({"max_new_tokens": 32740}, "the 32768 positions of Qwen/Qwen2.5-0.5B-Instruct and answers of .* allow 28"),
+        (
+            {"max_new_tokens": 32740},
+            "the 32768 positions of Qwen/Qwen2.5-0.5B-Instruct and answers of .* leave room for 28",
+        ),
     ],
 )
 @pytest.mark.usefixtures("published_models")

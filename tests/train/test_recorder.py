@@ -8,8 +8,9 @@ from tiny_runs import make_config, make_group, spec_of
 
 from podium.job.job_records import ProgressReport
 from podium.observe.alarms import RewardAlarm
-from podium.observe.stats import BatchStats, StepStats, UpdateStats
+from podium.observe.stats import BatchSeconds, BatchStats, StepStats, TokenCounts, UpdateStats
 from podium.rollout.request import RolloutStats
+from podium.sampling.groups import StepGroups
 from podium.train import recorder as recorder_module
 from podium.train.recorder import Recorder
 
@@ -18,16 +19,11 @@ BATCHED = BatchStats(
     equal_groups=0,
     dropped_groups=0,
     sequences=4,
-    trained_tokens=20,
-    prompt_tokens=10,
-    padding_tokens=2,
+    tokens=TokenCounts(trained=20, prompt=10, padding=2),
     kept=np.array([0, 1]),
     advantages=np.array([1.0, -1.0, 0.5, -0.5]),
-    penalties=None,
-    penalised_rewards=None,
-    reward_kl=None,
-    advantages_s=0.1,
-    batch_s=0.5,
+    penalty=None,
+    seconds=BatchSeconds(advantages_s=0.1, batch_s=0.5),
 )
 UPDATED = UpdateStats(
     updates=1,
@@ -82,7 +78,8 @@ def record_steps(count: int, *, checkpoint_s: float | None = None, equal_groups:
             ticks = iter((0.0, float(step)))
             patch.setattr(recorder_module.time, "perf_counter", lambda ticks=ticks: next(ticks))
             recorder.begin_step(checkpoint_s)
-            recorder.write(step, groups, RolloutStats(answer_s=0.5, reward_s=0.2), batched, UPDATED, sync_s=0.1)
+            made = StepGroups(groups, RolloutStats(answer_s=0.5, reward_s=0.2))
+            recorder.write(step, made, batched, UPDATED, sync_s=0.1)
     return kept
 
 
@@ -140,6 +137,6 @@ def test_rewards_that_took_too_long_are_named_as_the_cause():
 
 def test_a_step_that_teaches_nothing_is_said_once_with_the_way_out():
     (said,) = record_steps(3, equal_groups=2).messages
-    assert said.startswith("all groups earned the same (mean reward 0.38): nothing was learned; ")
-    assert "take easier questions" in said
+    assert said.startswith("all groups earned the same (mean reward 0.38), so nothing was learned; ")
+    assert "choose easier questions" in said
     assert record_steps(3, equal_groups=1).messages == []

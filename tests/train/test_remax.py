@@ -38,7 +38,7 @@ def test_a_group_has_a_greedy_completion_with_its_reward_beside_those_of_any_rec
     with opened(config(tiny_model, tmp_path)) as rollouts:
         groups, stats = rollouts.answer(rollouts.feed.next(4))
         asked = [group.tokens for group in groups]
-        sampling = rollouts.spec.sampling
+        sampling = rollouts.spec.training.sampling
         greedy = dataclasses.replace(sampling, temperature=0.0, greedy_completion=None)
         alone, _ = rollouts.engine.generate([Request(prompt=each, sampling=greedy, seed=1) for each in asked])
     with opened(make_config(tiny_model, tmp_path, tasks=[TASK])) as plain:
@@ -104,7 +104,7 @@ def test_a_conversation_has_a_greedy_one_beside_it(talk):
             for span in transcript.spans:
                 if span.drawn:
                     sampling = dataclasses.replace(
-                        rollouts.spec.sampling,
+                        rollouts.spec.training.sampling,
                         temperature=0.0,
                         greedy_completion=None,
                         max_new_tokens=len(span.tokens),
@@ -123,4 +123,4 @@ def test_a_plan_counts_what_is_decoded_and_trains_on_the_rest():
     assert drawn.completions.shape == (4, 4) and drawn.decoded.completions.shape == (4, 5)
     rollout = one.rollout.model_copy(update={"slots": 8, "prefill_rows": 4})
     assert simulate_rollout(drawn, rollout).completions == 20
-    assert spec_of(one).rollout.completions == 5 and spec_of(make_config()).rollout.completions == 4
+    assert spec_of(one).rollout.training.completions == 5 and spec_of(make_config()).rollout.training.completions == 4

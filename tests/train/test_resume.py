@@ -145,10 +145,10 @@ def test_records_that_were_damaged_since_the_checkpoint_are_said_or_repaired(und
     (tmp_path / "run" / "lengths.jsonl").write_text(lengths.splitlines(keepends=True)[0] + lengths)
     assert train(config_of(tmp_path / "run", name="run", runs_dir=str(tmp_path)), plain=True) == 0
     said = " ".join(capfd.readouterr().err.split())
-    assert "metrics.jsonl is not what it was when step 4 was saved" in said
+    assert "metrics.jsonl has changed since step 4 was saved" in said
     assert "step 3 is missing; the run continues; to record them again" in said
     assert "delete the checkpoints after step 2, and run the same command again" in said
-    assert "samples.jsonl is not what it was when step 4 was saved: the file is missing" in said
+    assert "samples.jsonl has changed since step 4 was saved: the file, which had" in said
     assert "lengths.jsonl had 1 doubled line: removed" in said
     assert (tmp_path / "run" / "lengths.jsonl").read_text() == lengths
 
@@ -183,7 +183,7 @@ def test_the_checkpoints_and_the_identity_of_another_run_are_refused(run_of, und
             copy = shutil.copytree if (other / name).is_dir() else shutil.copy
             copy(other / name, run / name)
         before = (run / "config.yaml").read_bytes()
-        with pytest.raises(ValueError, match=r"is the folder of run .*run\.json.*begin a run with another name"):
+        with pytest.raises(ValueError, match=r"is the folder of run .*run\.json.*start a run with another name"):
             train(config_of(run, runs_dir=str(run.parent)), plain=True)
         with pytest.raises(CheckpointError, match=r"it was saved by run .*, and .*/run\.json names"):
             restore_params(run / "checkpoints", None, {})
@@ -196,7 +196,7 @@ def test_a_checkpoint_of_other_settings_is_refused(undisturbed, tmp_path):
     shutil.copytree(undisturbed, run)
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("learning_rate: 0.003", "learning_rate: 0.5"))
-    with pytest.raises(RunFileError, match=r"(?s)step 4 in .*learning_rate: 0.003 there, 0.5 now.*begin a run"):
+    with pytest.raises(RunFileError, match=r"(?s)step 4 in .*learning_rate: 0.003 there, 0.5 now.*start a run"):
         train(config_of(run, runs_dir=str(tmp_path), steps=6), plain=True)
 
 
@@ -286,7 +286,7 @@ def test_a_fork_keeps_the_moments_of_its_own_recipe_alone(tiny_model, tmp_path, 
         assert any(x.any() for x in moments) == kept
         weights = {name: np.asarray(value).tobytes() for name, value in state.params.items()}
     assert weights == weights_of(undisturbed, 2)
-    assert ("the optimizer begins again" in capfd.readouterr().err) != kept
+    assert ("the optimizer starts fresh" in capfd.readouterr().err) != kept
 
 
 def test_a_fork_of_a_step_that_was_not_kept_names_those_that_were(tiny_model, tmp_path, undisturbed):

@@ -41,8 +41,8 @@ from podium.tasks.conversations.environment_forms import conversing
 from podium.tasks.rewards import with_score
 from podium.tasks.task import FAILED, Reward
 from podium.train.evaluate import evaluate_weights
+from podium.train.grading_models import Conversation, GradingModel, load_grading_models
 from podium.train.loop import train
-from podium.train.reward_models import Conversation, RewardModel, load_reward_models
 from podium.train.setup import make_model, run_spec
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -87,11 +87,11 @@ def judged(reward_model: Path, *, rewards: dict[str, float] | None = None, **set
     }
 
 
-def loaded(tiny_model: Path, reward_model: Path, devices: int = 1, **settings: Any) -> tuple[RewardModel, RolloutSpec]:
+def loaded(tiny_model: Path, reward_model: Path, devices: int = 1, **settings: Any) -> tuple[GradingModel, RolloutSpec]:
     config = make_config(tiny_model, **judged(reward_model, **settings))
     policy, mesh = make_model(config), rules_of(devices=devices).mesh
     spec = run_spec(config, policy.decoder, mesh)
-    (model,) = load_reward_models(spec.rollout, spec.update, mesh)
+    (model,) = load_grading_models(spec.rollout, spec.update, mesh)
     return model, rollout_spec(config, policy)
 
 
@@ -265,7 +265,7 @@ def test_models_that_cannot_score_are_errors_in_the_settings(tiny_model, reward_
     short = write_reward_model(tmp_path / "short", max_position_embeddings=16)
     text = refused(tmp_path, judged(short))
     assert "reward_models.0.max_tokens: rollout.max_prompt_tokens + max_new_tokens is 19, and " in text
-    assert "has 16 positions; lower that, or set 16 here: longer ones then get no score" in text
+    assert "has 16 positions; lower that, or set at most 16 here: longer conversations then get no score" in text
     with pytest.raises(ModelError, match=r"^reward_models.0.model: Qwen/Qwen3-8B has no head of scores"):
         make_config("none")  # the settings allow it, and a plan does not
         config = make_config(tiny_model, **judged(Path("Qwen/Qwen3-8B")))
@@ -290,7 +290,7 @@ def test_names_that_mean_two_things_or_nothing_are_errors(reward_model, tmp_path
 def test_a_reward_model_that_no_task_uses_is_refused_before_a_run(tiny_model, reward_model):
     config = make_config(tiny_model, **judged(reward_model, rewards={"correct": 1.0}))
     model = make_model(config)
-    with pytest.raises(ValueError, match=r"^reward_models.0.name: 'helpful' is in no task's rewards"):
+    with pytest.raises(ValueError, match=r"^reward_models.0.name: no task's rewards contain 'helpful'"):
         run_spec(config, model.decoder, model.mesh)
 
 
@@ -312,7 +312,7 @@ def test_a_template_that_leaves_the_answer_out_is_refused(tiny_model, tmp_path):
     folder = write_reward_model(tmp_path / "deaf", "{{ messages[0].content }}")
     model, spec = loaded(tiny_model, folder)
     feed = Feed(spec.prompts, model.tokenizer)
-    with pytest.raises(ValueError, match="its chat template does not write answers; give it another chat_template"):
+    with pytest.raises(ValueError, match="its chat template leaves out answers; give the model another chat_template"):
         model.check(feed, feed.tasks.first_prompts())
 
 
@@ -331,14 +331,14 @@ def test_a_template_must_write_calls_of_tools_and_their_replies_where_a_task_has
     config = make_config(tiny_model, **changes)
     policy, mesh = make_model(make_config(tiny_model)), rules_of().mesh
     spec, update = rollout_spec(config, policy), run_spec(config, policy.decoder, mesh).update
-    (model,) = load_reward_models(spec, update, mesh)
+    (model,) = load_grading_models(spec, update, mesh)
     (task,) = spec.prompts.tasks
     held = conversing(task)
     assert held is not None
     prompts = Feed(make_spec_without_tools(spec), model.tokenizer).tasks.first_prompts()
     feed = SimpleNamespace(tasks=SimpleNamespace(levels=[task]), conversing=[held])
     if template == TEMPLATE:
-        with pytest.raises(ValueError, match="its chat template does not write calls of tools and their replies; give"):
+        with pytest.raises(ValueError, match="its chat template leaves out calls of tools and their replies; give"):
             model.check(feed, prompts)  # pyright: ignore[reportArgumentType]
         return
     model.check(feed, prompts)  # pyright: ignore[reportArgumentType]

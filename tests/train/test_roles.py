@@ -19,7 +19,7 @@ from podium.plan.request.phase_sizes import sizes_on
 from podium.plan.request.step_calls import update_calls
 from podium.plan.result import part_of
 from podium.plan.traced.estimate import estimate
-from podium.train.scorers import LoadedRole
+from podium.train.scorers import LoadedRole, make_role_scorer, make_scorers
 from podium.train.state import init_state
 from podium.train.step import make_score
 from podium.train.trainer import Trainer
@@ -48,6 +48,23 @@ def test_a_second_teacher_scores_the_batches_of_a_step():
     scores = np.asarray(make_score(settings._replace(decoder=SECOND.decoder))(WEIGHTS, batch))
     np.testing.assert_array_equal(np.asarray(batch.advantages)[mask], scores[mask])
     assert np.ptp(scores[mask]) > 0.1
+
+
+def scores_of(settings):
+    """A scorer of a user, whose scores have its name."""
+    raise AssertionError("names are compared first")
+
+
+@pytest.mark.parametrize("scorers", [(), ("test_roles:second_logprobs",), ("test_roles:scores_of", "other:scores_of")])
+def test_two_models_or_scorers_whose_scores_have_one_name_are_refused(scorers):
+    """One of them would be read for both."""
+    twice = [SECOND] if scorers else [SECOND, dataclasses.replace(SECOND, name="third", phase="third")]
+    settings = make_train_settings(rules_of(), attention="reference")
+    models = [make_role_scorer(role, settings, WEIGHTS) for role in twice]
+    recipe = Recipe(advantage=partial(by_second_teacher), mean="token", needs=scorers)
+    name = "scores_of" if len(scorers) > 1 else "second_logprobs"
+    with pytest.raises(ValueError, match=f"two models or scorers of the run give scores with the name '{name}'"):
+        make_scorers(recipe, settings, make_score(settings), models)
 
 
 def test_a_second_teacher_is_in_the_plan_with_its_weights_and_its_phase():

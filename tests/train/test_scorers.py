@@ -51,7 +51,7 @@ def test_scores_reach_advantages_and_loss():
 def test_what_is_no_scorer_is_refused():
     trainer, _ = make_trainer()
     recipe = Recipe(advantage=partial(odd_tokens), mean="token", needs=("test_scorers:not_one",))
-    with pytest.raises(ValueError, match="gives 7; it must be a function of TrainSettings that returns a Scorer"):
+    with pytest.raises(ValueError, match="returned 7; it must be a function of TrainSettings that returns a Scorer"):
         make_scorers(recipe, trainer.settings, trainer.score)
 
 

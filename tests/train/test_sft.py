@@ -65,7 +65,7 @@ def test_a_control_token_that_the_data_spells_stays_text():
 def test_the_column_of_the_completion():
     prompt = Prompt(id="a/0", question="q", answer="4", metadata={"solution": "2 + 2 = 4", "rank": 3})
     assert completion_text(prompt, None) == "4" and completion_text(prompt, "solution") == "2 + 2 = 4"
-    with pytest.raises(ValueError, match="no column 'solved'; its row has answer, solution, rank"):
+    with pytest.raises(ValueError, match="no column 'solved'; choose one of answer, solution, rank"):
         completion_text(prompt, "solved")
     with pytest.raises(ValueError, match="its completion is 3, and must be text"):
         completion_text(prompt, "rank")
@@ -95,7 +95,7 @@ def test_a_reference_out_of_a_longer_text_is_not_learned_alone_without_a_word(tm
     for name in ("gsm8k", "jsonl"):
         (found,) = TaskMixture([TaskConfig(name=name, path=str(path))], seed=0).next(1)
         with pytest.raises(
-            ValueError, match=r"reference '42' is a part of column 'answer'; set tasks\.completion to answ"
+            ValueError, match=r"answer '42' is only a part of column 'answer'; set tasks\.completion to answ"
         ):
             completion_text(found.prompt, None)
         assert completion_text(found.prompt, "answer") == "6*7=42\n#### 42"

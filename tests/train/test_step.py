@@ -256,7 +256,7 @@ def test_bfloat16_gradients_are_near_those_of_float32(samples):
     """The loss has no clip: there a rounding decides whether a token has a gradient at all."""
     settings = {"rows": 8, "algorithm": {"recipe": "reinforce"}}
     expected, exact = gradient(samples, **settings)
-    found, metrics = gradient(samples, **settings, dtype=jnp.dtype("bfloat16"))
+    found, metrics = gradient(samples, **settings, dtype="bfloat16")
     error = np.sqrt(sum(np.sum(np.square(found[name] - x)) for name, x in expected.items()))
     assert 1e-4 < error / exact["gradient_norm"] <= BF16_TOLERANCE
     assert metrics["entropy"] == pytest.approx(exact["entropy"], abs=BF16_TOLERANCE)
@@ -265,10 +265,10 @@ def test_bfloat16_gradients_are_near_those_of_float32(samples):
 @pytest.mark.parametrize(("devices", "mesh"), [(1, "dp:1"), pytest.param(8, "2,2,2", marks=pytest.mark.long)])
 def test_the_heads_gradient_is_summed_over_chunks_in_the_format_that_is_asked_for(samples, devices, mesh):
     """One token at a time, and all of a device's at once: the same products, with sums of 24 shares or of one."""
-    settings = {"rows": 8, "algorithm": {"recipe": "reinforce"}, "dtype": jnp.dtype("bfloat16")}
+    settings = {"rows": 8, "algorithm": {"recipe": "reinforce"}, "dtype": "bfloat16"}
     off = {}
     for dtype in ("float32", "bfloat16"):
-        settings["reduce_dtype"] = jnp.dtype(dtype)
+        settings["reduce_dtype"] = dtype
         (one, _), (many, _) = (
             gradient(samples, mesh=mesh, devices=devices, head_chunk_tokens=chunk, **settings) for chunk in (1024, 1)
         )
@@ -285,9 +285,9 @@ def test_the_heads_gradient_is_summed_over_chunks_in_the_format_that_is_asked_fo
     ],
 )
 def test_float32_shares_change_nothing_but_the_rounding_of_sums(samples, changes):
-    settings = {"rows": 8, "algorithm": {"recipe": "reinforce"}, "dtype": jnp.dtype("bfloat16"), **changes}
+    settings = {"rows": 8, "algorithm": {"recipe": "reinforce"}, "dtype": "bfloat16", **changes}
     wide, _ = gradient(samples, **settings)
-    narrow, _ = gradient(samples, **settings, reduce_dtype=jnp.dtype("bfloat16"))
+    narrow, _ = gradient(samples, **settings, reduce_dtype="bfloat16")
     exact, _ = gradient(samples, rows=8, algorithm={"recipe": "reinforce"})
     assert distance(wide, narrow) <= 2**-7  # of single numbers: the least step of bfloat16 is 2^-8
     assert total_distance(wide, exact) <= total_distance(narrow, exact) * 1.01
@@ -311,7 +311,7 @@ def products_of_an_update(**changes) -> list[Any]:
 
 @pytest.mark.parametrize(("head_dtype", "expected"), [(None, "bfloat16"), ("float32", "float32")])
 def test_the_heads_operands_are_in_the_format_that_is_asked_for(head_dtype, expected):
-    changes = {"dtype": jnp.dtype("bfloat16"), "head_dtype": head_dtype and jnp.dtype(head_dtype)}
+    changes = {"dtype": "bfloat16", "head_dtype": head_dtype}
     found = products_of_an_update(**changes)
     heads = [each for each in found if any(DECODER.vocab in x.aval.shape for x in (*each.invars, *each.outvars))]
     assert len(heads) >= 3  # forward, and two backward

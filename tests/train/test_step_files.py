@@ -12,7 +12,7 @@ from podium.config.schema import CheckpointConfig
 from podium.job.job_records import ProgressReport
 from podium.job.watchdog import Watchdog
 from podium.observe.run_dir import saved_steps
-from podium.train.checkpoints import checkpoint
+from podium.train.checkpoints import checkpoint, step_files
 from podium.train.checkpoints.checkpoint import Checkpointer, restore_state
 from podium.train.checkpoints.step_files import CheckpointError, damage, newest_whole_step
 
@@ -106,7 +106,7 @@ def test_a_step_without_digests_is_not_continued_from(tmp_path):
     flip(max((folder / "20" / "params").rglob("*"), key=lambda file: file.stat().st_size), random.Random(2))
     said = []
     assert newest_whole_step(folder, said.append, nothing) == 10
-    assert "sizes.json does not name digests.json" in said[0]
+    assert "sizes.json does not list digests.json" in said[0]
 
 
 def replace(there: Path, by: Path) -> None:
@@ -216,3 +216,20 @@ def test_a_slow_save_lives_as_long_as_it_writes(open_checkpointer, monkeypatch, 
     monkeypatch.setattr(checkpointer._manager._checkpointer, "_post_finalization_callback", slowly)
     checkpointer.save(1, make_state(), {}, score=None, wait=True)
     assert set(ends) == (set() if grows else {124})
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (PermissionError("The provided token has expired."), "renew the login: gcloud auth application-default login"),
+        (TimeoutError("no answer for half an hour"), "check the network"),
+    ],
+)
+def test_a_bucket_that_cannot_be_read_is_no_damage(monkeypatch, error, advice):
+    def unread(path: Path) -> None:
+        raise error
+
+    monkeypatch.setattr(step_files, "in_bucket", lambda path: True)
+    monkeypatch.setattr(step_files, "_wrong_sizes", unread)
+    with pytest.raises(CheckpointError, match=f"cannot be read: .*; {advice}$"):
+        damage(Path("gs:/bucket/runs/run/checkpoints/20"), digests=True)

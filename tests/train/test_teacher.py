@@ -29,7 +29,7 @@ from tiny_runs import (
 )
 
 from podium.algorithms.advantages import taught_advantages
-from podium.algorithms.recipes import OLD_LOGPROBS, TEACHER_HIDDEN, TEACHER_LOGPROBS, Teaching
+from podium.algorithms.recipes import OLD_LOGPROBS, TAUGHT_HIDDEN, TAUGHT_LOGPROBS, Teaching
 from podium.certify.tiny import random_weights
 from podium.models.architecture import DecoderConfig, ModelError, frozen_decoder
 from podium.models.files.source import resolve
@@ -48,11 +48,10 @@ from podium.train.setup import (
     make_model,
     make_role_model,
     make_run_optimizer,
-    make_train_settings,
     run_spec,
 )
 from podium.train.state import init_state
-from podium.train.step import TEACHER_HEAD, make_hidden, make_score, make_train_step, shard_batch
+from podium.train.step import TAUGHT_HEAD, TrainSettings, make_hidden, make_score, make_train_step, shard_batch
 from podium.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -73,7 +72,7 @@ def prepared(
     loss: Literal["sampled", "full"] = "sampled",
 ) -> tuple[Batch, BatchStats]:
     """The batch of a step with this teacher, whose weights are stored in bfloat16."""
-    recipe = dataclasses.replace(trainer.recipe, teacher=Teaching(weight=weight, loss=loss))
+    recipe = dataclasses.replace(trainer.recipe, teaching=Teaching(weight=weight, loss=loss))
     stored = {name: x.astype(jnp.bfloat16) for name, x in teacher.items()}
     role = teacher_role(frozen_decoder(decoder, "bfloat16"), loss)
     scorer = make_role_scorer(role, trainer.settings, stored)
@@ -89,7 +88,7 @@ def test_a_teacher_equal_to_the_policy_gives_advantages_and_a_gradient_of_exactl
     batch, stats = prepared(trainer, params, DECODER, params, weight=3.0)
     assert np.asarray(batch.mask).sum() > 16
     assert not np.asarray(batch.advantages).any()
-    assert stats.teacher_kl == 0
+    assert stats.taught_kl == 0
     before = {name: np.array(x) for name, x in params.items()}
     after, metrics = trainer.train_step(dataclasses.replace(state, params=params), batch)
     assert float(metrics["gradient_norm"]) == 0
@@ -112,7 +111,7 @@ def test_another_teacher_moves_each_token_s_advantage_by_the_difference_of_log_p
     expected = (np.asarray(plain[0].advantages, np.float64) + 0.5 * (theirs - mine)) * mask
     np.testing.assert_allclose(batch.advantages, expected, atol=1e-5)
     assert np.abs(theirs - mine)[mask > 0].min() > 1e-4
-    assert stats.teacher_kl == pytest.approx(np.sum((mine - theirs) * mask) / mask.sum(), rel=1e-4)
+    assert stats.taught_kl == pytest.approx(np.sum((mine - theirs) * mask) / mask.sum(), rel=1e-4)
     assert set(batch.scores) == set(), "the ratio stays relative to the sampler"
 
 
@@ -131,9 +130,9 @@ def test_a_whole_distribution_equal_to_the_policy_s_moves_nothing():
 def taught_step(trainer, state, decoder, teacher, *, reverse):
     """An update with the teacher's whole distribution, on the groups of `groups_of`."""
     batch, _ = prepared(trainer, state.params, decoder, teacher, weight=2.0, loss="full")
-    recipe = dataclasses.replace(trainer.recipe, teacher=Teaching(weight=2.0, loss="full", reverse=reverse))
+    recipe = dataclasses.replace(trainer.recipe, teaching=Teaching(weight=2.0, loss="full", reverse=reverse))
     step = make_train_step(trainer.settings, recipe, sgd())
-    head = {TEACHER_HEAD: jnp.array(teacher["embed"])}
+    head = {TAUGHT_HEAD: jnp.array(teacher["embed"])}
     return step(init_state(state.params, sgd()), batch, head)
 
 
@@ -143,12 +142,12 @@ def test_the_whole_distribution_of_another_teacher_draws_the_policy_to_it():
     decoder = tiny(width=16, layers=1, heads=2, kv_heads=1)
     teacher = of_bfloat16({name: jnp.asarray(x) for name, x in random_weights(decoder, seed=5).items()})
     batch, stats = prepared(trainer, state.params, decoder, teacher, weight=2.0, loss="full")
-    assert stats.teacher_kl is None
-    assert batch.scores[TEACHER_HIDDEN].shape == (*batch.tokens.shape, 16)
+    assert stats.taught_kl is None
+    assert batch.scores[TAUGHT_HIDDEN].shape == (*batch.tokens.shape, 16)
     assert not np.asarray(batch.advantages).any()
     program = make_hidden(trainer.settings)
     hidden = np.asarray(program(state.params, dataclasses.replace(batch, scores={})), np.float64)
-    theirs = np.asarray(batch.scores[TEACHER_HIDDEN], np.float64)
+    theirs = np.asarray(batch.scores[TAUGHT_HIDDEN], np.float64)
     p = log_softmax(hidden @ np.asarray(state.params["embed"], np.float64).T)
     q = log_softmax(theirs @ np.asarray(teacher["embed"], np.float64).T)
     expected = np.sum(np.sum(np.exp(p) * (p - q), axis=-1) * np.asarray(batch.mask)) / float(batch.num_tokens)
@@ -180,20 +179,20 @@ def test_taught_advantages_by_hand():
 
 def test_the_policy_is_scored_for_its_teacher_and_the_ratio_needs_no_score():
     recipe = resolve_recipe(make_config(algorithm={"recipe": "distill"}, teacher={"model": "none", "weight": 2.0}))
-    assert recipe.teacher == Teaching(weight=2.0)
+    assert recipe.teaching == Teaching(weight=2.0)
     assert (recipe.scorers, recipe.loss_scores) == ((OLD_LOGPROBS,), ())
     whole = resolve_recipe(
         make_config(algorithm={"recipe": "distill"}, teacher={"model": "none", "loss": "full", "reverse": 0.5})
     )
-    assert whole.teacher == Teaching(weight=1.0, loss="full", reverse=0.5)
-    assert (whole.scorers, whole.loss_scores) == ((), (TEACHER_HIDDEN,))
+    assert whole.teaching == Teaching(weight=1.0, loss="full", reverse=0.5)
+    assert (whole.scorers, whole.loss_scores) == ((), (TAUGHT_HIDDEN,))
     several = resolve_recipe(
         make_config(
             algorithm={"recipe": "distill", "old_logprobs": "trainer", "minibatches": 2}, teacher={"model": "none"}
         )
     )
     assert several.loss_scores == (OLD_LOGPROBS,)
-    assert TEACHER_LOGPROBS not in several.loss_scores
+    assert TAUGHT_LOGPROBS not in several.loss_scores
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +233,7 @@ def test_a_teacher_that_is_the_base_of_the_adapters_has_no_copy_and_scores_as_on
     own = LoadedRole(role=apart, params=weights.of(apart))
     assert held() - before == sum(x.nbytes for x in frozen.values())
     assert said[0].endswith(", the frozen weights beside the adapters") and ", weights " in said[1]
-    settings = make_train_settings(spec.update, model.decoder, model.mesh)
+    settings = TrainSettings(model.decoder, model.mesh, spec.update)
     samples = make_samples(longest_prompt=8, longest=3, vocab=model.decoder.vocab)
     batch = shard_batch(make_batch(samples, spec.batch)[0], settings.computing)
     scores = [make_role_program(role, settings)(each.params, batch) for each in (shared, own)]
@@ -243,8 +242,8 @@ def test_a_teacher_that_is_the_base_of_the_adapters_has_no_copy_and_scores_as_on
     if loss == "sampled":
         return
     optimizer, found = make_run_optimizer(spec.optimizer, model.decoder), []
-    batch = dataclasses.replace(batch, scores={TEACHER_HIDDEN: scores[0]})
-    for teacher, kept_head in ((shared, set()), (own, {TEACHER_HEAD})):
+    batch = dataclasses.replace(batch, scores={TAUGHT_HIDDEN: scores[0]})
+    for teacher, kept_head in ((shared, set()), (own, {TAUGHT_HEAD})):
         trainer = Trainer(
             spec.recipe,
             settings,
@@ -324,7 +323,9 @@ def test_a_teacher_with_another_tokenizer_is_refused_with_the_first_difference(t
     config = make_config(tiny_model, teacher={"model": str(other)})
     model = make_model(config)
     number = model.tokenizer.encode("+")[0]
-    with pytest.raises(ValueError, match=rf"another tokenizer than .*: token {number} is '\+' and 'plus'; its scores"):
+    with pytest.raises(
+        ValueError, match=rf"tokenizer of .* differs from that of .*: token {number} is '\+' and 'plus'; its scores"
+    ):
         make_role_model(run_spec(config, model.decoder, model.mesh).roles["teacher"], model)
 
 
@@ -355,4 +356,4 @@ def test_rewards_alone_train_nothing_with_distill():
     trainer, state = make_trainer(algorithm={"recipe": "distill"})
     (batch,), stats = trainer.prepare(state, groups_of(REWARDS))
     assert not np.asarray(batch.advantages).any()
-    assert stats.teacher_kl is None
+    assert stats.taught_kl is None

@@ -3,29 +3,29 @@
 import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from tiny_decoder import DECODER
 
 from benches.recipes import RISE, SIZES, first_and_last, learn, write_tiny_model
-from podium.algorithms.recipes import TEACHER_HIDDEN, TEACHER_LOGPROBS, Recipe
+from podium.algorithms.recipes import TAUGHT_HIDDEN, TAUGHT_LOGPROBS, Recipe
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.observe.metrics import step_metrics
 from podium.observe.run_dir import Fork, read_config
-from podium.observe.stats import StepStats
+from podium.observe.stats import StepSeconds, StepStats
 from podium.rollout.request import Completion, RolloutStats
 from podium.rollout.transcript import Transcript, transcript_of
 from podium.run.machine import Machine
 from podium.run.resolve import resolve, resolve_recipe, resolve_rollout
-from podium.run.run_spec import Role, RolloutSpec, RunSpec
+from podium.run.run_spec import Role, RolloutSpec, RunSpec, UpdateSpec
 from podium.run.token_sizes import optimizer_steps
 from podium.sampling.groups import Group
 from podium.sharding import Params, ShardingRules, make_mesh, param_shardings
@@ -124,10 +124,25 @@ def _weights(seed: int) -> dict[str, np.ndarray]:
     }
 
 
+UPDATE = UpdateSpec(
+    dtype="float32",
+    reduce_dtype="float32",
+    head_dtype=None,
+    temperature=1.0,
+    remat="none",
+    head="chunked",
+    head_chunk_tokens=1024,
+    attention="blocks",
+    row_groups=1,
+    replay_routing=True,
+    tokens_per_gather=0,
+)
+
+
 def make_train_settings(rules: ShardingRules, **changes: Any) -> TrainSettings:
-    """Settings in float32 over the tiny decoder."""
-    settings = {"decoder": DECODER, "dtype": jnp.dtype("float32"), "temperature": 1.0}
-    return TrainSettings(**{**settings, "mesh": rules.mesh, "remat": "none", "head_chunk_tokens": 1024, **changes})
+    """Settings in float32 over the tiny decoder, or another one; further changes are of the update."""
+    decoder = changes.pop("decoder", DECODER)
+    return TrainSettings(decoder, rules.mesh, dataclasses.replace(UPDATE, **changes))
 
 
 def sizes(**changes: Any) -> BatchSizes:
@@ -234,9 +249,9 @@ def _trainer(devices: int, reference: bool, temperature: float, changes: str) ->
 def train_on(
     trainer: Trainer,
     state: TrainState,
-    groups: list[Group],
+    groups: Sequence[Group],
     *,
-    beside: list[Group] | tuple[()] = (),
+    beside: Sequence[Group] = (),
     step: int = 0,
 ) -> tuple[TrainState, dict[str, float]]:
     """The part of a step after its rollout, as the loop does it: the new state, and the step's metrics.
@@ -251,10 +266,7 @@ def train_on(
             rolled=RolloutStats(),
             batched=batched,
             updated=updated,
-            step_s=1.0,
-            cpu_s=1.0,
-            sync_s=0.0,
-            checkpoint_s=None,
+            seconds=StepSeconds(step_s=1.0, cpu_s=1.0, sync_s=0.0, checkpoint_s=None),
         )
     )
 
@@ -390,5 +402,5 @@ def lengths_of(groups: list[Group]) -> list[list[int]]:
 
 def teacher_role(decoder: DecoderConfig, loss: Literal["sampled", "full"] = "sampled") -> Role:
     """The role of a teacher with this architecture, which has its own weights."""
-    scores = TEACHER_HIDDEN if loss == "full" else TEACHER_LOGPROBS
+    scores = TAUGHT_HIDDEN if loss == "full" else TAUGHT_LOGPROBS
     return Role(name="teacher", model="none", decoder=decoder, weights="frozen", scores=scores, phase="teacher")

@@ -28,7 +28,7 @@ from podium.run.run_spec import BatchSizes, RunSpec
 from podium.sharding import Params, init_params, make_mesh
 from podium.train.batches.batch import Batch, make_batch
 from podium.train.batches.samples import single_answer
-from podium.train.setup import make_run_optimizer, make_train_settings, run_spec
+from podium.train.setup import make_run_optimizer, run_spec
 from podium.train.state import init_state
 from podium.train.step import TrainSettings, make_train_step, shard_batch
 
@@ -58,7 +58,7 @@ def bench(config: Config, *, lengths: str, repeats: int, as_json: bool) -> int:
 def measure(spec: RunSpec, mesh: Mesh, lengths: SequenceLengths, repeats: int) -> dict[str, object]:
     """Time updates on a step's first minibatch: the fastest of `repeats` after one that compiles."""
     decoder = spec.decoder
-    settings, optimizer = make_train_settings(spec.update, decoder, mesh), make_run_optimizer(spec.optimizer, decoder)
+    settings, optimizer = TrainSettings(decoder, mesh, spec.update), make_run_optimizer(spec.optimizer, decoder)
     recipe = dataclasses.replace(spec.recipe, kl="none", kl_coef=0.0)  # a KL term takes negligible time
     train_step = make_train_step(settings, recipe, optimizer)
     first = len(np.array_split(lengths.prompts, recipe.minibatches)[0])

@@ -46,7 +46,7 @@ class Work(NamedTuple):
     pair: int = 0
     """Multiply-adds of a forward pass per query-key pair."""
     window: int | None = None
-    """Number of keys that a query sees, including its own; None: all before it."""
+    """Number of keys that a query sees, including its own; None for all previous keys."""
     kv_heads: int = 0
     """Number of heads whose keys and values decoding stores for each token."""
     head_dim: int = 0

@@ -22,8 +22,8 @@ class Weight(NamedTuple):
     """Stored array from which a cast (after `of_bits`) makes `value`, in the backward pass again, so that a loop over
     layers saves no copy of its inputs. None: `value` itself is saved."""
     layer: jax.Array | None = None
-    """[] int32: `value` is the stack of all layers of a place, and this layer's is at this index. Only matrices of
-    experts, in passes without gradients. None: `value` is this layer's alone."""
+    """If set, [] int32: `value` is the stack of all layers of a place, and this is the layer's index in it; only used
+    for matrices of experts, in passes without gradients. None: `value` is only this layer's weight."""
 
 
 class Codes(NamedTuple):

@@ -88,9 +88,10 @@ def read(settings: ModelSettings) -> DecoderConfig:
 
 
 def _rotation(settings: ModelSettings, layer_type: str) -> Keys:
-    """The rotary settings of layers of a type, which transformers 5 writes into `rope_parameters` for each type.
+    """The rotary settings of the layers of a type.
 
-    Version 4 has `rope_local_base_freq` for layers with a window, and `rope_scaling` for the others.
+    transformers 5 stores them in `rope_parameters`, by type; version 4 in `rope_local_base_freq` for layers with a
+    window, and in `rope_scaling` for the others.
     """
     scaling, parameters = settings.object("rope_scaling"), settings.object("rope_parameters")
     if flat := [key for key in parameters if key not in (FULL, SLIDING)]:

@@ -269,7 +269,8 @@ def _block_number(name: str) -> int:
 
 
 def _value_places(net: DeltaNet, kind: str) -> np.ndarray | None:
-    """The places in a file of a tensor's rows (of OUT: columns), in Hugging Face's order; None where both are the same.
+    """For each row of a tensor (for OUT, each column) in Hugging Face's order, its place in the file; None if both
+    orders are the same.
 
     A net's value heads lie in Hugging Face's tensors key head by key head. llama.cpp's converter puts the first value
     head of every key head first, then the second ones.

@@ -28,9 +28,9 @@ SCALING_OPTIONS: Mapping[str, tuple[str, ...]] = {
 def rotation(settings: ModelSettings) -> Keys:
     """The rotary settings of all layers, as transformers resolves them.
 
-    transformers 5 writes them into `rope_parameters`, version 4 into `rope_theta` and `rope_scaling`, which counts
-    where there are both. Raises ModelError if a key is unknown, a required one is missing, or the type of scaling is
-    not supported.
+    transformers 5 writes them into `rope_parameters`, version 4 into `rope_theta` and `rope_scaling`, which takes
+    precedence if both exist. Raises ModelError if a key is unknown, a required one is missing, or the type of scaling
+    is not supported.
     """
     scaling, parameters = settings.object("rope_scaling"), settings.object("rope_parameters")
     rope = dict(scaling or parameters)

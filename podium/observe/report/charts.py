@@ -7,7 +7,7 @@ from podium.observe.metrics import ACCURACY
 
 
 class Chart(NamedTuple):
-    """One chart: metrics as lines over steps."""
+    """A chart: metrics as lines over steps."""
 
     title: str
     unit: str
@@ -30,14 +30,14 @@ CURVES = (
     Chart("Gradient norm", "before clipping", ("optimizer/gradient_norm",), ("gradient norm",)),
     Chart("Learning rate", "", ("optimizer/learning_rate",), ("learning rate",)),
 )  # fmt: skip
-"""Learning: against steps, tokens or hours."""
+"""Charts of learning, plotted against steps, tokens or hours."""
 
 PHASES = Chart(
     "Seconds of a step",
     "s",
     tuple(f"time/train/{name}_s" for name in ("rollout", "reward", "advantages", "batch", "score", "update", "sync", "checkpoint")),
 )  # fmt: skip
-"""Stacked areas: the time of each step by phase."""
+"""Chart of each step's time by phase, as stacked areas."""
 
 WORK = (
     Chart("Tokens per second", "tokens/s", ("rollout/tokens_per_s", "throughput/train/valid_tokens_per_s_update", "throughput/train/valid_tokens_per_s"), ("decoded", "updated", "whole step")),
@@ -47,13 +47,14 @@ WORK = (
     Chart("Memory of the trainer on its host", "GiB", ("memory/train/host_max_gib", "memory/train/host_peak_max_gib"), ("resident", "peak")),
     Chart("Cores at work", "cores", ("throughput/train/busy_cores",), ("of the trainer",)),
 )  # fmt: skip
-"""How well the machine is used."""
+"""Charts of how well the machine is used."""
 
 
 def charts(wanted: Sequence[Chart], names: Sequence[str], samples: str) -> list[dict[str, object]]:
-    """Charts in the page's JSON form, with those of `names` that each shows; charts without any are left out.
+    """Convert charts to the page's JSON form, each with the metrics of `names` that it shows; empty charts are left
+    out.
 
-    `samples` is the number of completions behind avg@k and pass@k, for the labels. The mean accuracy over tasks is left
+    `samples` is the number k of completions for avg@k and pass@k, for the labels. The mean accuracy over tasks is left
     out if there is only one task.
     """
     if sum(_matches(name, "eval/", "*", "/accuracy") for name in names) == 1:

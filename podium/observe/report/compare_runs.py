@@ -35,7 +35,7 @@ def same_but_for_seed(runs: Sequence[RunRecords]) -> list[list[int]]:
 
 
 def ranking_metric(runs: Sequence[RunRecords]) -> str | None:
-    """The metric to rank runs by; None if no candidate exists in all runs."""
+    """The metric to rank runs by; None if no metric exists in all runs."""
     return next((name for name in SCORES if all(name in run.metrics for run in runs)), None)
 
 
@@ -58,7 +58,7 @@ def seed_interval(scores: Sequence[float], seed: int = 0) -> tuple[float, float]
 def verdict(better: Sequence[float], worse: Sequence[float]) -> str:
     """Say whether the first group's mean exceeds the second's, according to a bootstrap of the difference."""
     if len(better) < 2 or len(worse) < 2:
-        return "not known: run at least two seeds of each"
+        return "unknown: run at least two seeds of each"
     draw = random.Random(0)
     gaps = [
         sum(draw.choices(better, k=len(better))) / len(better) - sum(draw.choices(worse, k=len(worse))) / len(worse)
@@ -68,8 +68,8 @@ def verdict(better: Sequence[float], worse: Sequence[float]) -> str:
     seeds = f"{len(better)} and {len(worse)} seeds"
     if share >= 0.975:
         word = "real" if min(len(better), len(worse)) >= 3 else "likely real"
-        return f"{word}: above in {share:.1%} of {BOOTSTRAPS:,} resamples of {seeds}"
-    return f"not shown: above in only {share:.0%} of {BOOTSTRAPS:,} resamples of {seeds}; run more seeds"
+        return f"{word}: larger in {share:.1%} of {BOOTSTRAPS:,} resamples of {seeds}"
+    return f"not shown: larger in only {share:.0%} of {BOOTSTRAPS:,} resamples of {seeds}; run more seeds"
 
 
 def comparison(runs: Sequence[RunRecords]) -> dict[str, object] | None:

@@ -1,4 +1,4 @@
-"""Diagnoses a run from its metrics by rules with fixed thresholds: the problem, the evidence, and the way out.
+"""Diagnoses a run from its metrics by rules with fixed thresholds; a finding is a problem, its evidence, and a remedy.
 
 A rule is a function from a run's records to a finding or None; `RULES` lists them. Rules compare the first and the last
 quarter of a run, of at least three steps each.
@@ -16,12 +16,12 @@ from podium.observe.report.read import RunRecords
 
 MIN_STEPS = 6
 IDLE_SHARE = 0.25
-"""Share of steps without an update from which a run is reported as idle."""
+"""A run is reported as idle if at least this share of its steps made no update."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One observation about a run."""
+    """An observation about a run."""
 
     rule: str
     level: Literal["problem", "hint"]
@@ -60,13 +60,13 @@ def solved(run: RunRecords) -> bool:
 
 
 def nothing_learned(run: RunRecords) -> Finding | None:
-    """Nine of ten groups have equal rewards."""
+    """Report that nine of ten groups have equal rewards."""
     equal, reward = quarters(run, "group/equal_rewards_fraction"), quarters(run, REWARD)
     if equal is None or reward is None or equal[1] < 0.9 or solved(run):
         return None
     truncated = quarters(run, TRUNCATED)
     cut = truncated is not None and truncated[1] > MOSTLY_CUT
-    advice = "Take easier questions, a reward with more levels, or more completions per question (group_size)."
+    advice = "Use easier questions, a reward with more levels, or more completions per question (group_size)."
     if cut:
         cap = run.setting("rollout.max_new_tokens")
         advice = f"Raise rollout.max_new_tokens (now {cap}): many answers are cut."
@@ -80,7 +80,7 @@ def nothing_learned(run: RunRecords) -> Finding | None:
 
 
 def entropy_collapse(run: RunRecords) -> Finding | None:
-    """Entropy is below a tenth of its start and below 0.05 nat, although the task is not solved."""
+    """Report that entropy is below a tenth of its start and below 0.05 nat, although the task is not solved."""
     entropy = quarters(run, "rollout/entropy")
     if entropy is None or solved(run) or entropy[1] > 0.1 * entropy[0] or entropy[1] > 0.05:
         return None
@@ -94,7 +94,7 @@ def entropy_collapse(run: RunRecords) -> Finding | None:
 
 
 def lengths_at_cap(run: RunRecords) -> Finding | None:
-    """More than a quarter of the completions are cut by max_new_tokens."""
+    """Report that more than a quarter of the completions are cut by max_new_tokens."""
     truncated = quarters(run, TRUNCATED)
     if truncated is None or truncated[1] <= MOSTLY_CUT:
         return None
@@ -108,7 +108,7 @@ def lengths_at_cap(run: RunRecords) -> Finding | None:
 
 
 def eval_flat(run: RunRecords) -> Finding | None:
-    """The reward rises by 0.1 or more, but evaluation accuracy by less than a quarter of that."""
+    """Report that the reward rises by 0.1 or more, but evaluation accuracy by less than a quarter of that."""
     reward, accuracy = quarters(run, REWARD), run.metrics.get("eval/accuracy")
     if reward is None or accuracy is None or len(accuracy.values) < 2:
         return None
@@ -118,7 +118,7 @@ def eval_flat(run: RunRecords) -> Finding | None:
     return Finding(
         "eval_flat",
         "problem",
-        "The reward rises and the evaluation does not: the reward may be gamed, or the questions memorised",
+        "The reward rises but the evaluation does not: the policy may exploit the reward, or memorise the questions",
         f"mean reward {reward[0]:.2f} to {reward[1]:.2f}, "
         f"eval/accuracy {accuracy.values[0]:.2f} to {accuracy.values[-1]:.2f}",
         "Read high-reward samples below; tighten the reward; train on more questions.",
@@ -126,7 +126,7 @@ def eval_flat(run: RunRecords) -> Finding | None:
 
 
 def one_part_eats(run: RunRecords) -> Finding | None:
-    """One reward part rises by 0.1 or more while another falls by 0.1 or more."""
+    """Report that one reward part rises by 0.1 or more while another falls by 0.1 or more."""
     moves: dict[str, float] = {}
     for name in run.metrics:
         if name.startswith("train-reward/func/") and (parts := quarters(run, name)):
@@ -141,12 +141,12 @@ def one_part_eats(run: RunRecords) -> Finding | None:
         "problem",
         f"The reward part '{up}' is learned at the cost of '{down}'",
         f"'{up}' {moves[up]:+.2f}, '{down}' {moves[down]:+.2f} from the first to the last quarter",
-        f"Raise the weight of '{down}', or make '{up}' count only where '{down}' is earned.",
+        f"Raise the weight of '{down}', or count '{up}' only if '{down}' is earned.",
     )
 
 
 def gap_too_large(run: RunRecords) -> Finding | None:
-    """Trainer and sampler differ from the start by more than their number formats explain."""
+    """Report that trainer and sampler differ from the start by more than their number formats explain."""
     gap, in_flight = quarters(run, GAP_METRIC), run.setting("rollout.in_flight", 1)
     weights = str(run.setting("rollout.weights", "dtype"))
     limit = gap_limit(str(run.setting("train.dtype")), str(run.setting("rollout.dtype")), weights)
@@ -156,22 +156,24 @@ def gap_too_large(run: RunRecords) -> Finding | None:
         return Finding(
             "gap_too_large",
             "problem",
-            "The rollout's rounded weights change the policy that samples",
+            "The rollout's rounded weights change the sampling policy",
             f"{GAP_METRIC} {gap[0]:.4f} nat from the start, above {limit:g}, with rollout.weights {weights}",
             f"Set rollout.weights to {milder_weights(weights)}.",
         )
     return Finding(
         "gap_too_large",
         "problem",
-        "Completions were drawn with other weights than those that were trained",
+        "Completions were sampled with other weights than those that were trained",
         f"{GAP_METRIC} {gap[0]:.4f} nat from the start, where rounding explains at most {limit:g}",
-        "On several hosts check that all have the same model; else set rollout.dtype and train.dtype to float32, and"
-        " report it if it stays.",
+        "On several hosts check that all have the same model; otherwise set rollout.dtype and train.dtype to "
+        "float32, and report a bug if the gap stays.",
     )
 
 
 def gap_growing(run: RunRecords) -> Finding | None:
-    """Sampler and trainer log-probabilities differ by more than 0.02 nat, twice as much as at first."""
+    """Report that sampler and trainer log-probabilities differ by more than 0.02 nat, and by twice as much as
+    at first.
+    """
     gap = quarters(run, GAP_METRIC)
     if gap is None or gap[1] < 0.02 or gap[1] < 2 * gap[0]:
         return None
@@ -185,7 +187,7 @@ def gap_growing(run: RunRecords) -> Finding | None:
 
 
 def always_clipped(run: RunRecords) -> Finding | None:
-    """The gradient norm exceeds its bound in more than nine of ten steps."""
+    """Report that the gradient norm exceeds its bound in more than nine of ten steps."""
     norms, bound = run.metrics.get("optimizer/gradient_norm"), run.setting("train.optimizer.clip_norm")
     if norms is None or not isinstance(bound, int | float) or not bound or len(norms.values) < MIN_STEPS:
         return None
@@ -196,14 +198,15 @@ def always_clipped(run: RunRecords) -> Finding | None:
     return Finding(
         "always_clipped",
         "hint",
-        "The gradient is clipped in nearly every step: the learning rate is not what sets the step",
+        "The gradient is clipped in nearly every step, so the step size depends on clipping, not only on the "
+        "learning rate",
         f"{share:.0%} of steps above train.optimizer.clip_norm = {bound:g}; median norm {median:.3g}",
-        "Raise train.optimizer.clip_norm, or take it as it is and tune the learning rate for it.",
+        "Raise train.optimizer.clip_norm, or keep it and tune the learning rate for it.",
     )
 
 
 def eval_noise(run: RunRecords) -> Finding | None:
-    """The evaluation's 95 % interval is wider than the gain in accuracy."""
+    """Report that the evaluation's 95 % interval is wider than the gain in accuracy."""
     for task, accuracy in evaluated_tasks(run):
         low, high = (run.metrics.get(f"eval/{task}/accuracy_interval/{end}") for end in ("low", "high"))
         if low is None or high is None or len(accuracy.values) < 2:
@@ -221,7 +224,7 @@ def eval_noise(run: RunRecords) -> Finding | None:
 
 
 def mostly_padding(run: RunRecords) -> Finding | None:
-    """More than half of the positions in the update are padding."""
+    """Report that more than half of the positions in the update are padding."""
     kinds = [quarters(run, f"tokens/{kind}") for kind in ("prompt", "completion", "padding")]
     if any(kind is None for kind in kinds):
         return None
@@ -232,14 +235,16 @@ def mostly_padding(run: RunRecords) -> Finding | None:
     return Finding(
         "mostly_padding",
         "hint",
-        "More than half of the update works on padding",
+        "More than half of the update's positions are padding",
         f"{share:.0%} of row positions are padding",
         "Lower train.tokens_per_device or train.rows_per_device, so that rows are filled.",
     )
 
 
 def bound_by_slots(run: RunRecords) -> Finding | None:
-    """Rollout takes over 60 % of the step, slots are over 90 % busy, and there are fewer slots than completions."""
+    """Report that the rollout takes over 60 % of the step with over 90 % of slots busy and fewer slots than
+    completions.
+    """
     rollout, step = quarters(run, "time/train/rollout_s"), quarters(run, "time/train/step_s")
     busy, slots = quarters(run, "rollout/slot_utilisation"), run.setting("rollout.slots")
     wanted = (run.setting("prompts_per_step") or 0) * (run.setting("group_size") or 0)
@@ -252,21 +257,21 @@ def bound_by_slots(run: RunRecords) -> Finding | None:
         "hint",
         "Decoding waits for slots",
         f"rollout {rollout[1] / step[1]:.0%} of the step, {slots} slots {busy[1]:.0%} busy for {wanted} completions",
-        f"Raise rollout.slots (up to {wanted}); `podium plan` says whether they fit.",
+        f"Raise rollout.slots (up to {wanted}); `podium plan` shows whether they fit.",
     )
 
 
 def idle_steps(run: RunRecords) -> Finding | None:
-    """A quarter of the steps or more made no update, and `nothing_learned` does not apply."""
+    """Report that a quarter of the steps or more made no update, if `nothing_learned` does not apply."""
     updates = run.metrics.get(UPDATES)
     if updates is None or len(updates.values) < MIN_STEPS or nothing_learned(run) is not None:
         return None
     idle = sum(value == 0 for value in updates.values)
     if idle < IDLE_SHARE * len(updates.values):
         return None
-    advice = "Take more completions per question (group_size), or questions that are right only sometimes."
+    advice = "Use more completions per question (group_size), or questions that the model sometimes gets right."
     if solved(run):
-        advice = "The questions are solved: end the run earlier (steps), or take harder questions."
+        advice = "The questions are solved: end the run earlier (steps), or use harder questions."
     return Finding(
         "idle_steps",
         "hint",

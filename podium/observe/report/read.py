@@ -29,11 +29,11 @@ class RunRecords:
     plan: Mapping[str, Any]
     metrics: History
     problems: tuple[str, ...]
-    """A sentence for each missing or damaged file."""
+    """One sentence per missing or damaged file."""
 
     @property
     def name(self) -> str:
-        """The run's name, or its folder's name without a config."""
+        """The run's name, or its folder's name if it has no config."""
         return str(self.config.get("name") or self.folder.name)
 
     def setting(self, key: str, default: Any = None) -> Any:
@@ -50,7 +50,7 @@ def read_run(folder: Path) -> RunRecords:
     """Read the records of the run in `folder`.
 
     Raises:
-        UsageError: the folder has neither metrics nor a config, so it is not a run's folder.
+        UsageError: the folder has neither metrics nor a config.
     """
     if not any((folder / name).is_file() for name in (METRICS, CONFIG)):
         raise UsageError(
@@ -74,7 +74,7 @@ def read_run(folder: Path) -> RunRecords:
 
 
 def records(path: Path, problems: list[str]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield (offset, length, record) for each complete line of a file of JSON lines; both in bytes.
+    """Yield (offset, length, record) for each complete line of a JSON lines file; offset and length are in bytes.
 
     Damaged lines are skipped and reported in `problems` at the end.
     """
@@ -99,7 +99,7 @@ def records(path: Path, problems: list[str]) -> Iterator[tuple[int, int, dict[st
     if damaged:
         lines = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
         noun = "line is" if len(damaged) == 1 else "lines are"
-        problems.append(f"{path.name}: {len(damaged)} {noun} damaged (line {lines}) and left out")
+        problems.append(f"{path.name}: {len(damaged)} {noun} damaged (line {lines}) and skipped")
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
@@ -112,7 +112,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 def _document(path: Path, parse: Any, problems: list[str], consequence: str) -> Mapping[str, Any]:
-    """Read a file that holds one mapping; if it is missing, report `consequence`, unless that is empty."""
+    """Read a file that contains one mapping. If it is missing, report `consequence` unless that is empty."""
     try:
         with open_file(path) as file:
             found = parse(file.read().decode("utf-8", "backslashreplace"))
@@ -123,13 +123,13 @@ def _document(path: Path, parse: Any, problems: list[str], consequence: str) -> 
     except (ValueError, yaml.YAMLError, RecursionError):
         found = None
     if not isinstance(found, Mapping):
-        problems.append(f"{path.name} is damaged and left out")
+        problems.append(f"{path.name} is damaged and was skipped")
         return {}
     return found
 
 
 def _metrics(path: Path, problems: list[str]) -> History:
-    """The metrics in a file; steps that go back or are missing are reported in `problems`."""
+    """The metrics in a file; steps that decrease or are missing are reported in `problems`."""
     found = History()
     last, repeated = -1, 0
     steps: list[int] = []
@@ -144,7 +144,8 @@ def _metrics(path: Path, problems: list[str]) -> History:
         found.add(record)
     if repeated:
         problems.append(
-            f"{path.name}: steps go back {repeated} times, as if it held two runs; of each step the last line counts"
+            f"{path.name}: step numbers decrease {repeated} times, as if the file held two runs; the last line of "
+            "each step counts"
         )
     if lost := missing_steps(steps, max(steps, default=0)):
         problems.append(f"{path.name}: {listed(lost)} {'is' if len(lost) == 1 else 'are'} missing")

@@ -1,4 +1,4 @@
-"""`podium report`: one self-contained HTML file that shows whether a run learned, why not, and what to change.
+"""`podium report`: one self-contained HTML file that shows whether a run learned, and if not, why and what to change.
 
 The page is page.html with style and scripts inlined, plotly from its Python package, and the runs as one JSON object.
 Texts from models and users are JSON strings, inserted only as text nodes, so they cannot act as markup. Imports no jax.
@@ -8,11 +8,11 @@ import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args, get_origin
 
 from pydantic import BaseModel
 
-from podium.config.reward_model import RewardModelConfig
-from podium.config.schema import Config, TaskConfig
+from podium.config.schema import Config
 from podium.config.show import flat
 from podium.files import write_atomically
 from podium.observe.identity import RUN, stored_id
@@ -25,8 +25,6 @@ from podium.observe.report.read import RunRecords, read_run
 from podium.observe.report.sample_pages import read_samples
 
 FOLDER = Path(__file__).parent
-LISTED = {"tasks": TaskConfig, "reward_models": RewardModelConfig}
-"""Settings that are lists of sections."""
 DIGITS = 6
 """Significant digits of values on the page."""
 
@@ -34,10 +32,10 @@ DIGITS = 6
 def write_report(folders: Sequence[Path], out: Path) -> None:
     """Write the report of one run, or of several runs side by side.
 
-    A report of the same runs is replaced, and nothing else.
+    An existing file is replaced only if it is a report of the same runs.
 
     Raises:
-        ValueError: a folder contains no run, plotly is not installed, or `out` cannot be written or is something else.
+        ValueError: a folder contains no run, plotly is not installed, or `out` cannot be written or is another file.
     """
     mark = f"podium report: {' '.join(map(_name_of_run, folders))}"
     check_page(out, "-o", mark)
@@ -45,7 +43,7 @@ def write_report(folders: Sequence[Path], out: Path) -> None:
 
 
 def _name_of_run(folder: Path) -> str:
-    """The id of a run, or the name of its folder if it has none."""
+    """The id of a run, or its folder's name if it has no id."""
     return stored_id(folder / RUN) or folder.resolve().name
 
 
@@ -63,8 +61,8 @@ def plotly_script() -> str:
 def make_page(content: dict[str, object], plotly: str, *, live: str = "", mark: str = "podium watch") -> str:
     """The page with everything inlined, and a content security policy that forbids loading anything.
 
-    `mark` says in the page what wrote it, and about which runs. With `live` (its runs' names as a path), the page
-    listens to its own server for changes.
+    `mark` records in the page which command wrote it, and about which runs. With `live` (the runs' names as a path),
+    the page receives changes from its own server.
     """
     data = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     page = _part("page.html")
@@ -174,7 +172,9 @@ def headline(run: RunRecords) -> dict[str, object]:
 def changed_settings(run: RunRecords) -> list[list[str]]:
     """Settings that differ from the defaults, as [key, value, default]."""
     defaults = _defaults(Config)
-    for name, element in LISTED.items():
+    fields = {name: field.annotation for name, field in Config.model_fields.items()}
+    sections = {name: get_args(kind)[0] for name, kind in fields.items() if get_origin(kind) is list}
+    for name, element in sections.items():
         for index in range(len(run.setting(name) or ())):
             defaults |= {f"{name}.{index}.{key}": value for key, value in _defaults(element).items()}
     return [
@@ -189,7 +189,7 @@ def _defaults(model: type[BaseModel]) -> dict[str, object]:
 
 
 def planned(run: RunRecords) -> dict[str, object] | None:
-    """The run's plan, for display beside the measurements; None if there is none."""
+    """The run's plan, for display next to the measurements; None without a plan."""
     seconds = run.plan.get("step_seconds")
     if not isinstance(seconds, dict):
         return None

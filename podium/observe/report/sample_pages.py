@@ -28,7 +28,7 @@ class HeatMap:
     steps: list[int]
     """The last step of each column."""
     values: list[list[float | None]]
-    """[rows, columns]; None: not seen in these steps."""
+    """[rows, columns]; None if the prompt was not seen in these steps."""
     by_prompt: bool
 
 
@@ -93,7 +93,7 @@ def _take(lines: Iterator[_Line] | Sequence[_Line], taken: dict[int, _Line], roo
         if line.start not in taken and line.length <= room:
             taken[line.start] = line
             room -= line.length
-        if room < 200:  # no line is shorter
+        if room < 200:  # lines are never shorter
             break
     return room
 

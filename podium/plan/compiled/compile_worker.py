@@ -24,7 +24,7 @@ import podium.hlo
 from podium.accelerators import Accelerator
 from podium.compiler import compiler_options, hide_plugin_errors
 from podium.config.attention_blocks import cache_block_pages, window_blocks, window_reach
-from podium.config.mesh import mesh_text
+from podium.config.mesh import COPIES, MeshSizes, mesh_text
 from podium.config.schema import Config, RolloutConfig
 from podium.files import write_atomically
 from podium.hlo.cost import ProgramCost, Work, unknown_loops, walk
@@ -117,7 +117,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Built:
-    """A cached compilation; the program's text is stored in a file beside it."""
+    """A cached compilation; the program's text is stored in a separate file."""
 
     memory: Memory
     refusal: OutOfMemory | None  # the compiler's error, if it rejected the program for lack of memory
@@ -182,8 +182,9 @@ def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: M
         parts, arrays = named_memory(module, built.memory.peak)
         skipped, per_machine = _skipped(spec.rollout.settings), _per_machine(job.accelerator)
         pages = cache_block_pages(spec.rollout.settings.page_tokens, job.accelerator.platform)
-        work = looped_work(module, spec.mesh, job.blocks, block_pages=pages, skipped=skipped, per_machine=per_machine)
-        once = walk(module, spec.mesh, once=True)
+        mesh = _mesh_of_program(spec.mesh, job.accelerator)
+        work = looped_work(module, mesh, job.blocks, block_pages=pages, skipped=skipped, per_machine=per_machine)
+        once = walk(module, mesh, once=True)
         size = sum(array.bytes for array in arrays)
         doubted = doubts(text, module, once=once, counted=built.counted, arrays=size, peak=built.memory.peak)
     return CompiledPhase(
@@ -265,8 +266,14 @@ def _skipped(rollout: RolloutConfig) -> list[str]:
     return ["sample"] if rollout.top_k == 0 and rollout.top_p == 1 else []
 
 
+def _mesh_of_program(mesh: MeshSizes, accelerator: Accelerator) -> MeshSizes:
+    """The part of a mesh that a program's text covers: each TPU slice runs a separate program."""
+    slices = accelerator.slices if accelerator.platform == "tpu" else 1
+    return {**mesh, COPIES: mesh[COPIES] // slices}
+
+
 def _per_machine(accelerator: Accelerator) -> int:
-    return accelerator.devices_per_host if accelerator.slices > 1 else 0
+    return accelerator.devices_per_slice if accelerator.slices > 1 else 0
 
 
 def named_memory(module: Module, peak: int) -> tuple[dict[str, int], list[LargeArray]]:
@@ -365,7 +372,7 @@ def key_of(decisive: Sequence[object], accelerator: Accelerator) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Exit when the parent process has gone: a running compiler cannot be interrupted."""
+    """Exit when the parent process has ended: a running compiler cannot be interrupted."""
     while os.getppid() == parent:
         time.sleep(WATCH_S)
     os._exit(1)

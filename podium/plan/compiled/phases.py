@@ -1,4 +1,4 @@
-"""Every compiled program of a run with abstract arguments, and the memory in use beside each one.
+"""Every compiled program of a run with abstract arguments, and the memory in use in addition to each one.
 
 The programs come from the factories that trainer and engine call. The mesh may consist of devices that do not exist.
 `podium.plan.compiled.compile_worker` compiles them.
@@ -40,7 +40,7 @@ from podium.train.batches.batch import Batch, make_batch
 from podium.train.optimizer.offload import takes_no_device
 from podium.train.optimizer.transforms import make_opt_init
 from podium.train.scorers import compared_head, make_role_program, role_settings
-from podium.train.setup import make_run_optimizer, make_train_settings
+from podium.train.setup import make_run_optimizer
 from podium.train.state import TrainState, abstract_state
 from podium.train.step import (
     TrainSettings,
@@ -58,7 +58,7 @@ class PhaseProgram:
     lower: Callable[[], jax.stages.Lowered]  # traces it with its arguments
     arguments: tuple[object, ...]  # pytrees of abstract arrays
     residents: Mapping[str, int]
-    """Bytes in use on a device beside the program's own arguments, by kind of array."""
+    """Bytes in use on a device in addition to the program's own arguments, by kind of array."""
 
 
 Found = dict[str, PhaseProgram]
@@ -90,7 +90,7 @@ class _AbstractRole(NamedTuple):
     weights: AbstractParams
     """Empty if they are the policy's own frozen weights."""
     state: TrainState | None
-    """None unless it is trained."""
+    """The model's optimizer; None if the model is not trained."""
 
 
 class _AbstractTraining(NamedTuple):
@@ -111,7 +111,7 @@ class _AbstractTraining(NamedTuple):
 
 def _abstract_training(spec: RunSpec, mesh: Mesh) -> _AbstractTraining:
     decoder = spec.decoder
-    settings, optimizer = make_train_settings(spec.update, decoder, mesh), make_run_optimizer(spec.optimizer, decoder)
+    settings, optimizer = TrainSettings(decoder, mesh, spec.update), make_run_optimizer(spec.optimizer, decoder)
     params = abstract_params(trained_specs(decoder), jnp.dtype(jnp.float32), settings.stored)
     roles = {role.name: _abstract_role(role, settings) for role in spec.roles.values()}
     compared = {} if spec.compared is None else roles[spec.compared.name].weights

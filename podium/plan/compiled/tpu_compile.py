@@ -76,12 +76,12 @@ def compile_tpu(lowered: "jax.stages.Lowered", *, whole: bool) -> TpuProgram:
             if refusal is None:
                 raise RuntimeError("the compiler wrote no report of the memory that it assigned; plan with --fast")
             return TpuProgram(memory=Memory(peak=refusal.needed, code=0), refusal=refusal, text="", whole=False)
-        program = text.read_text()
-        analysis = made[0].memory_analysis() if made else None
+        program, compiled = text.read_text(), made[0] if made else None  # the compiler may end at any moment
+        analysis = compiled.memory_analysis() if compiled else None
         code = analysis.generated_code_size_in_bytes if analysis else CODE_PER_TEXT * len(program)
         memory = Memory(peak=int(total[1]), code=code)
-        counted = counted_by_compiler(made[0]) if made else None
-        return TpuProgram(memory=memory, refusal=refusal, text=program, whole=bool(made), counted=counted)
+        counted = counted_by_compiler(compiled) if compiled else None
+        return TpuProgram(memory=memory, refusal=refusal, text=program, whole=bool(compiled), counted=counted)
 
 
 def counted_by_compiler(compiled: "jax.stages.Compiled") -> Counted | None:

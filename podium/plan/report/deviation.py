@@ -108,7 +108,7 @@ class RunCheck:
 
 @dataclasses.dataclass(frozen=True)
 class CheckRow:
-    """One planned figure of a run beside its measurement."""
+    """One planned figure of a run with its measurement."""
 
     name: str
     unit: str

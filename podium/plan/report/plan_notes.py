@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from podium.accelerators import ALLOCATOR_RESERVE, GIB, GPUS, POOL_VARIABLE, Accelerator, pool_share
-from podium.config.attention_blocks import LANES
+from podium.config.attention_blocks import LANES, slower_decode
 from podium.config.schema import TaskConfig
 from podium.config.sizes import cache_pages
 from podium.plan.calibration import load_chip
@@ -148,6 +148,8 @@ def _rollout(run: RunSizes, workload: Workload) -> Iterator[str]:
     rollout, recipe = run.rollout, run.spec.recipe
     if recipe.demonstrations:
         return
+    if slower := slower_decode(run.spec.machine.kernels, rollout.page_tokens, run.decoder.head_dim):
+        yield slower
     if run.layout.why:
         yield f"rollout.layout {'auto ' if run.rollout.layout == 'auto' else ''}is {run.layout.why}"
     if (own := run.spec.rollout.demonstrations) is not None:

@@ -38,7 +38,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One row of a chart: segments, with figures beside them."""
+    """One row of a chart: segments, followed by figures."""
 
     name: str
     figure: str

@@ -91,7 +91,7 @@ class RunSizes:
             own = dataclasses.replace(
                 own,
                 update=dataclasses.replace(spec.update, head="chunked"),
-                recipe=dataclasses.replace(spec.recipe, teacher=None, kl="none"),
+                recipe=dataclasses.replace(spec.recipe, teaching=None, kl="none"),
             )
         return dataclasses.replace(self, spec=own, attended=attended if rows is None else rows.attended)
 
@@ -162,7 +162,9 @@ class RunSizes:
         Demonstrations that are mixed in are assumed to be as long as completions.
         """
         spec = self.spec
-        drawn = draw_lengths(source, self.rollout, prompts=spec.prompts_per_step, completions=spec.rollout.completions)
+        drawn = draw_lengths(
+            source, self.rollout, prompts=spec.prompts_per_step, completions=spec.rollout.training.completions
+        )
         if (own := spec.rollout.demonstrations) is not None:
             found = draw_lengths(source, self.rollout, prompts=own.per_step, completions=1, seed=1)
             demonstrations = np.stack([found.prompts, found.drawn[:, 0]], axis=1)
@@ -528,16 +530,16 @@ def ends_count(decoder: DecoderConfig, parts: Parts) -> int:
 
 
 def network_bytes(run: RunSizes, phase: str, sent: int) -> int:
-    """How many of a device's `sent` bytes leave its machine, averaged over the machine's devices.
+    """How many of a device's `sent` bytes leave its slice (a GPU machine), averaged over the slice's devices.
 
-    Machines are the outermost part of the mesh. If only dp spans machines, only gradient reductions cross the network.
-    A ring over several machines is shared evenly by the devices of each machine.
+    Slices are the outermost part of the mesh. If only dp spans slices, only gradient reductions cross the network.
+    A ring over several slices is shared evenly by the devices of each slice.
     """
-    if run.spec.machine.slices == 1:
-        return 0
-    if run.shards * run.tp > run.accelerator.devices_per_host:
-        return sent // run.accelerator.devices_per_host
     slices = run.spec.machine.slices
+    if slices == 1:
+        return 0
+    if run.shards * run.tp > run.accelerator.devices_per_slice:
+        return sent // run.accelerator.devices_per_slice
     return 2 * run.own_count * F32 * (slices - 1) // slices if phase in run.spec.updates else 0
 
 

@@ -77,7 +77,7 @@ def rollout_calls(run: RunSizes, workload: Workload) -> list[Call]:
         decode = _call(run, f"decode:{size}", form, calls, rounds=rounds, repeats=steps, tokens=tokens)
         found.append(dataclasses.replace(decode, once_flops=closed_form.first_flops(run, size)))
     for role in run.spec.rollout.grading_models:
-        read = workload.completion_tokens + run.spec.rollout.completions * workload.prompt_tokens
+        read = workload.completion_tokens + run.spec.rollout.training.completions * workload.prompt_tokens
         batch = run.spec.batch_of(role)
         calls = max(1, math.ceil(read / (batch.rows * batch.row_tokens)))  # rows are nearly full
         found.append(_call(run, role.phase, closed_form.role_phase(run, role), calls))
@@ -88,7 +88,7 @@ def update_calls(run: RunSizes, micro_batches: int) -> list[Call]:
     """The programs that score a step's batch and train on it."""
     recipe = run.spec.recipe
     batches, own = recipe.minibatches, micro_batches / recipe.minibatches
-    mismatched = 2 if recipe.data_form == "label" else 0  # policy and reference score other rows' completions
+    mismatched = 2 if recipe.data_form == "label" else 0  # KTO's KL: two models score other rows' completions
     scores = batches * (len(recipe.scorers) + mismatched)
     updates = batches * recipe.updates_per_batch
     made = [_call(run, SCORE, closed_form.score_phase(run), scores, rounds=own, repeats=scores * own)] if scores else []

@@ -49,7 +49,7 @@ def compiler_environment(accelerator: Accelerator) -> dict[str, str]:
         environment |= {
             "TPU_SKIP_MDS_QUERY": "1",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "TPU_ACCELERATOR_TYPE": accelerator.name,
+            "TPU_ACCELERATOR_TYPE": accelerator.slice_name,
             "TPU_WORKER_HOSTNAMES": "localhost",
         }
     return environment

@@ -191,7 +191,9 @@ def _conversing(alone: SequenceLengths, replies: Replies, rollout: RolloutConfig
 
 
 def longer_prompts(lengths: SequenceLengths, tokens: int) -> SequenceLengths:
-    """The lengths of a step whose prompts are all this much longer, as a role with prompts of its own reads them."""
+    """The lengths of a step with all prompts longer by `tokens`, for a role that reads other prompts than the
+    policy.
+    """
     return dataclasses.replace(lengths, prompts=lengths.prompts + tokens, demonstrations=None)
 
 
@@ -519,7 +521,7 @@ class _Rollouts:
         while self._replies and self._replies[0][0] <= device.now:
             _, live = self._replies.popleft()
             live.context += replies.tokens
-            if live.key is None:  # the last step ended before the reply came
+            if live.key is None:  # the last step ended before the reply arrived
                 self._submit([live], 1)
                 continue
             self._engine.extend(live.key, (TOKEN,) * replies.tokens, self._sampling(live), seed=0, keep=True)

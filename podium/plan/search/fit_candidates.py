@@ -1,7 +1,7 @@
 """The candidates of `--fit`: settings of the update and of the rollout, each with its cost by the closed form. No jax.
 
 What an update needs and how long it takes does not depend on the rollout's settings, nor the reverse, apart from a few
-settings that both share. So each half of a step is costed by itself, and a pair of two of them is chosen.
+settings that both share. So each half of a step is costed separately, and a pair of halves is chosen.
 """
 
 import dataclasses
@@ -247,7 +247,7 @@ class Halves:
         return self._values("rollout.slots", [-(-each // part) * self.machine.devices for part in (1, 2, 4, 8, 16)])
 
     def _layouts(self) -> Iterator[Mapping[str, Value]]:
-        """The run's layout, and all others in which each host decodes by itself."""
+        """The run's layout, and all others in which each host decodes independently."""
         chips = self.machine.devices_per_host
         yield {}
         if not self.fixed.isdisjoint(("rollout.layout", "rollout.group_chips")):
@@ -382,15 +382,15 @@ class Choice:
         return (1 - margin(place.compiled and not self.fast)) * self._hbm_bytes - self._beside
 
     def need(self, half: Half) -> float:
-        """Bytes that a device needs for a half: the compiler's figure, or the closed form's, corrected."""
+        """Bytes that a device needs for a half: the compiler's figure, or else the corrected closed-form estimate."""
         return max(
             self._exact.get((id(half), phase), size * self._factors.get((phase, half.like), 1.0))
             for phase, size in half.peaks.items()
         )
 
     def open_phases(self, pair: Pair) -> dict[str, Half]:
-        """The phases of a pair to compile by themselves, each with its half; empty if the compiler cannot judge the
-        pair.
+        """The phases of a pair to compile separately, each with its half; empty if the compiler cannot judge
+        the pair.
         """
         if self.fast or not pair.place.compiled:
             return {}
@@ -398,8 +398,8 @@ class Choice:
         return {phase: half for half in halves if (phase := self._open(half)) is not None}
 
     def _open(self, half: Half) -> str | None:
-        """The phase of a half that should be compiled by itself; None if its memory is known, or if it is a decode sure
-        to fit.
+        """The phase of a half that should be compiled separately; None if the half's memory is known, or if it is a
+        decode sure to fit.
 
         Such a decode is compiled with the whole plan.
         """

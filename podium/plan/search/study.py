@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from podium.accelerators import Accelerator, accelerators
+from podium.accelerators import Accelerator, find_accelerator
 from podium.config.load import Override
 from podium.plan.calibration import find_chip
 from podium.plan.compiled.compile import OnProgress, compile_jobs
@@ -49,8 +49,8 @@ def cost_of(plan: Plan, steps: int, prices: Mapping[str, Price]) -> RunCost | No
     if plan.step is None:
         return None
     chip_hours = plan.step * (steps * plan.devices / HOUR_S)
-    machine = accelerators().get(plan.accelerator)  # a CPU is in no table
-    price = prices.get(machine.generation) if machine else None
+    on_cpu = plan.accelerator.startswith("cpu-")  # which has no price
+    price = None if on_cpu else prices.get(find_accelerator(plan.accelerator).generation)
     if price is None:
         return RunCost(steps=steps, chip_hours=chip_hours)
     return RunCost(
@@ -126,7 +126,7 @@ class Study:
         return self._defaults[machine]
 
     def given(self, machine: Accelerator) -> frozenset[str]:
-        """The settings that the user gave beside the configs, which searches leave as they are."""
+        """The settings that the user gave in addition to the configs; searches do not change these."""
         return given(self.subject.load(base=self.defaults(machine)))
 
     def run(self, case: Case) -> Planned:

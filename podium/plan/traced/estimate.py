@@ -67,8 +67,8 @@ that of products. A TPU's compiler joins about half of it with products, and hid
 SAMPLER_LOGITS = 3  # logits, their scaled copy, and its blocks
 MLP_FORWARD = 2  # arrays [B, T, F] alive at once
 TOKEN_ARRAYS = 4
-"""Arrays [N, D] of a mixture's tokens alive beside a window of their rows: the layer's input with and without norm, the
-sum of the windows, and the sum of one."""
+"""Arrays [N, D] of a mixture's tokens alive at the same time as a window of their rows: the layer's input with and
+without norm, the sum of the windows, and the sum of one."""
 # Products of queries with keys (or their gradients): forward, recomputed, and backward; kernels compute scores twice.
 PRODUCTS: Mapping[str, int] = {"forward": 2, "again": 2, "reference": 4, "blocks": 5, "tpu_kernel": 7, "gpu_kernel": 7}
 # HBM traffic of a layer in arrays: [tokens, F] of `a` bytes, and float32 scores; fitted to compiled v6e programs.
@@ -314,7 +314,7 @@ def score_phase(run: RunSizes) -> PhaseEstimate:
 def role_phase(run: RunSizes, role: Role) -> PhaseEstimate:
     """One call of the program with which a model other than the policy scores a micro-batch.
 
-    It scores the policy's batch, or its own beside that, or a batch of whole conversations during the rollout.
+    It scores the policy's batch, or a separate batch of its own, or a batch of whole conversations during the rollout.
     """
     own = run.of(role)
     batch, beside = _batch(run), residents(run, "update")
@@ -334,9 +334,9 @@ def learning_phase(run: RunSizes, role: Role, micro_batches: float = 1) -> Phase
 
 
 def _scoring(name: str, run: RunSizes, beside: Parts, *, logits: bool = True) -> PhaseEstimate:
-    """A forward pass of a batch through the decoder of `run`, with `beside`, what else is on a device.
+    """A forward pass of a batch through the decoder of `run`; `beside` is what else is on a device.
 
-    Without `logits`, it ends with hidden states, of which the update makes logits.
+    Without `logits`, it ends with hidden states, from which the update computes logits.
     """
     a, tokens, groups = run.activation, run.tokens, run.update.row_groups
     layers, head = run.gathered_counts

@@ -10,7 +10,7 @@ from podium.plan.request.phase_sizes import F32, RunSizes, local_count, offloade
 
 Parts = dict[str, int]
 Stage = Literal["sync", "rollout", "update"]
-"""Parts of a step: new weights for the rollout; the rollout, with the grades of models; scores, and updates."""
+"""Parts of a step. sync: new weights for the rollout; rollout: with grading by models; update: with scoring."""
 STEP: tuple[Stage, ...] = ("sync", "rollout", "update")
 
 

@@ -43,7 +43,7 @@ ADAPTED_MLP = 1
 """Additional arrays [B, T, F] at that peak on a TPU if the MLP's matrices have adapters, whose products are added."""
 EXPERT_ROWS = 2
 """Arrays of a token's rows for each of its experts, [B, T, k, D], alive at that peak; fitted to Qwen3-30B-A3B."""
-MLP_SAVED = 3  # arrays [B, T, F] saved per layer with `remat: none`; what lies between the MLP's products is recomputed
+MLP_SAVED = 3  # arrays [B, T, F] saved per layer with `remat: none`; arrays between the MLP's products are recomputed
 OFFLOADING = 3  # layers whose inputs are being copied to or from host memory
 NORMS_SAVED = {"tpu": 3.0, "gpu": 3.5}  # arrays [B, T, D] saved per layer with `remat: none`, beside the layer's input
 # Float32 arrays [B, H, T, T] of each layer that `remat: none` saves beside one in compute format.
@@ -70,8 +70,9 @@ KERNEL_ARRAYS, KERNEL_VALUES = 5, 3
 """Arrays of the sizes of queries, keys and values around a TPU kernel of the delta rule, before and after convolution,
 activation and a change of layout, and of the values' alone: gates, results, normed results. Counted in Qwen3.5-9B's."""
 KERNEL_SAVED: Mapping[str, tuple[int, int]] = {"all": (14, 12), "adapters": (6, 8)}
-"""Float32 arrays of the sizes of keys and of values that `remat: none` saves around such a kernel, beside the states of
-chunks, if all weights are trained, and with adapters: the inputs of frozen convolutions are not needed."""
+"""Float32 arrays of the sizes of keys and of values that `remat: none` saves around such a kernel, in addition to the
+states of chunks: with all weights trained, and with adapters, for which the inputs of frozen convolutions are not
+needed."""
 KERNEL_SAVED_NARROW = 2, 3
 """Like KERNEL_SAVED, for arrays in the compute format."""
 RULE_SAVED = 2.45
@@ -396,7 +397,7 @@ def saved_bytes(run: RunSizes) -> Parts:
 
 
 def _adapter_products(run: RunSizes) -> int:
-    """Elements per token of the results of both products of each adapter, beside those of its frozen matrix.
+    """Elements per token of the results of both products of each adapter, without those of its frozen matrix.
 
     Adapters of experts are left out.
     """

@@ -1,4 +1,5 @@
-"""The closed form of the bytes that an update moves through main memory beside the operands of its products. No jax.
+"""The closed form of the bytes that an update moves through main memory in addition to the operands of its products. No
+jax.
 
 These are passes over activations, arrays saved for the backward pass, the thin products of adapters, gradients, and the
 optimizer's step. A program that is bound by operations in its products waits for these bytes too, since other
@@ -30,8 +31,8 @@ from podium.plan.request.phase_sizes import F32, RunSizes, local_count, optimize
 from podium.plan.traced.update_memory import LANES, expert_rows, feed_forward_inner, saved_bytes
 
 PASSES: Mapping[str, int] = {"width": 20, "inner": 2, "rows": 22}
-"""Arrays that a program moves in each layer beside products: [T, D] (norms, residuals, copies into other layouts and
-into fast memory), [T, F], and a token's rows for its experts, [T, k, D]."""
+"""Arrays that a program moves in each layer, in addition to those of products: [T, D] (norms, residuals, copies into
+other layouts and into fast memory), [T, F], and a token's rows for its experts, [T, k, D]."""
 BEHIND_PASSES = 7
 """Additional arrays [T, D] per layer if mixer and feed-forward are followed by a norm."""
 PADDED_PASSES = 2
@@ -41,8 +42,8 @@ GROUP_PASSES = 12
 """Additional arrays [T, D] per layer if it computes rows in groups: groups are cut from the layer's rows and joined
 again."""
 SAVED_PASSES: Mapping[str, int] = {"tpu": 1, "gpu": 4}
-"""Times that a saved array is moved beside the products that make and take it: on a TPU these read it where it is; a
-GPU's program writes it into the stack of all layers, reads it there, and copies it for each."""
+"""How often a saved array is moved in addition to the products that make and read it: on a TPU, these read it where it
+is; a GPU's program writes it into the stack of all layers, reads it there, and copies it for each."""
 GROUPS_SAVED = 2
 """Additional times if rows are in groups, which have their own stack."""
 RECOMPUTES = ("layer", "offload")
@@ -63,8 +64,8 @@ BACKWARD = Thin(inputs=4, outputs=3)
 SUMMED = 3
 """Arrays of a gradient that are moved to add it to the sum over micro-batches: two read, one written."""
 STEPPED = 4
-"""Arrays that an optimizer step moves of a parameter beside its state: the gradient, for the norm and for the step, and
-the parameter, read and written."""
+"""Arrays of a parameter's size that an optimizer step moves in addition to its state: the gradient, for the norm and
+for the step, and the parameter, read and written."""
 GATHERED = 2
 """Arrays of gathered weights that are moved in a micro-batch: one copied into another layout, read and written."""
 UPDATE_KERNELS = 60
@@ -77,7 +78,7 @@ REDUCED = 5
 
 
 def update_passes(run: RunSizes, micro_batches: float) -> dict[str, int]:
-    """Bytes that a device moves for a micro-batch beside the operands of products, by what it moves."""
+    """Bytes that a device moves for a micro-batch in addition to the operands of products, by kind."""
     own = F32 * run.own_count
     several = run.spec.batch.max_micro_batches > 1
     step = STEPPED * own + 2 * optimizer_bytes(run)

@@ -12,14 +12,13 @@ import json
 import os
 import platform
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from podium.files import RunFileError
+from podium.files import RunFileError, room
 from podium.job.cluster import COORDINATOR_PORT, chips, local_worker
 from podium.pods.host.jobs import GRACE_S, LONGEST_STOP_S, BusyError, Host, JobSpec, StartError
 from podium.pods.host.supervisor import supervise
@@ -31,6 +30,8 @@ USAGE = 2
 BUSY = 75
 LEAST_DISK = 2 * 2**30
 """Minimum free bytes on a worker."""
+LEAST_FILES = 50_000
+"""Minimum free files (inodes) on a worker, for code and installed packages."""
 Command = Callable[[argparse.Namespace, Host], int]
 """Runs a command and returns its exit status."""
 OURS = tuple(f"PODRUN_{name}" for name in ("JOB", "JOB_DIR", "WORKER", "WORKERS", "COORDINATOR", "ACCELERATOR"))
@@ -66,26 +67,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m podium.pods.host.agent", description="The worker's side of podium pod.")
-    parser.add_argument("--home", default=os.environ.get("PODRUN_HOME", "~/podrun"), help="where this host's jobs are")
+    parser.add_argument("--home", default=os.environ.get("PODRUN_HOME", "~/podrun"), help="folder of this host's jobs")
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=_Parser)
     probe = verbs.add_parser("probe", help="check whether this host can run jobs")
-    probe.add_argument("--expect-devices", type=int, help="chips that it should have")
+    probe.add_argument("--expect-devices", type=int, help="number of chips that this host should have")
     probe.set_defaults(run=_probe)
     start = _with_job(verbs, "start", "start a job, once: start JOB ... -- COMMAND", _start, nargs=None)
-    start.add_argument("--worker", type=int, help="index of this host; unset: that of its address in --peers")
+    start.add_argument("--worker", type=int, help="index of this host; unset: the index of its address in --peers")
     start.add_argument("--peers", default="", help="addresses of all workers, in order")
-    start.add_argument("--accelerator", help="type of the slice, as v6e-16")
+    start.add_argument("--accelerator", help="type of the slice, such as v6e-16")
     start.add_argument("--cwd", default=".", help="folder in which the command runs")
-    start.add_argument("--env-file", help="file of mode 600 with secrets, NAME=VALUE lines")
-    start.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable, not a secret")
+    start.add_argument("--env-file", help="file of mode 600 with secrets, as NAME=VALUE lines")
+    start.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="environment variable, not a secret"
+    )
     _with_job(verbs, "status", "print the state of a job", _status)
     stop = _with_job(verbs, "stop", "end a job with all its processes", _stop)
     stop.add_argument("--grace", type=float, default=GRACE_S, help="seconds without a sign of life before SIGKILL")
     stop.add_argument("--wait", type=float, default=LONGEST_STOP_S, help="seconds to wait for its end")
     logs = _with_job(verbs, "logs", "print a job's log", _logs)
     logs.add_argument("--from-byte", type=int, default=0, help="print the log from this byte on")
-    logs.add_argument("--bytes", type=int, default=sys.maxsize, help="most bytes to print")
-    _with_job(verbs, "supervise", "internal: used by start", lambda args, host: supervise(host, args.job), nargs=None)
+    logs.add_argument("--bytes", type=int, default=sys.maxsize, help="largest number of bytes to print")
+    _with_job(verbs, "supervise", "internal; used by start", lambda args, host: supervise(host, args.job), nargs=None)
     return parser
 
 
@@ -103,11 +106,12 @@ def _probe(args: argparse.Namespace, host: Host) -> int:
     host.home.mkdir(parents=True, exist_ok=True, mode=0o700)
     python = platform.python_version()
     devices = chips()
-    free = shutil.disk_usage(host.home).free
+    free, files = room(host.home)
     holder = host.holder()
     checks = {
         f"Python {python} is too old; 3.11 to 3.13 are supported": sys.version_info >= (3, 11),
         f"{host.home} has {free / 2**30:.1f} GiB free and needs {LEAST_DISK / 2**30:.0f}": free >= LEAST_DISK,
+        f"{host.home} has {files} files (inodes) free and needs {LEAST_FILES:,}": files is None or files >= LEAST_FILES,
         f"this host has {devices} chips and should have {args.expect_devices}; recreate the slice": (
             args.expect_devices in (None, devices)
         ),

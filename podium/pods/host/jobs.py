@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import IO, Literal
 
-from podium.files import RunFileError, write_atomically
+from podium.files import RunFileError, cause_of, disk_advice, write_atomically
 from podium.job.job_records import NO_JOB, PROGRESS, RECORD, JsonObject, one_line, read_json
 from podium.pods.host.processes import kill, marked, wait_until
 
@@ -33,7 +33,7 @@ RESERVE = "reserve"
 RESERVE_BYTES = 1 << 16
 START_S = 20.0
 GRACE_S = 60.0
-"""Seconds that a job which was asked to stop may give no sign of life; saving gives signs."""
+"""Seconds without a sign of life after which a stopping job is killed; saving gives signs of life."""
 LONGEST_STOP_S = 3600.0
 LOCK_S = 5.0
 ASKED = "asked-to-stop"
@@ -58,7 +58,7 @@ class JobSpec:
     cwd: str
     env: dict[str, str]
     env_file: str | None
-    """File of secrets, which may be deleted as soon as the job has started."""
+    """File of secrets; may be deleted as soon as the job has started."""
     created: float = dataclasses.field(default_factory=time.time)
 
 
@@ -90,16 +90,16 @@ class Host:
         return Path(os.readlink(link)).name if link.is_symlink() else None
 
     def holder(self) -> str | None:
-        """The job that holds the host's lock now."""
+        """The job that currently holds the host's lock; None if the lock is free."""
         with contextlib.suppress(FileNotFoundError), (self.home / "host.lock").open(encoding="utf-8") as lock:
             return None if try_lock(lock, fcntl.LOCK_SH) else lock.read().strip()
         return None
 
     def state(self, job: str | None) -> State:
-        """The state of a job; `killed` means that it has no process left and did not record how it ended."""
+        """The state of a job; `killed` means that no process is left and no end was recorded."""
         if job is None or not (self.folder(job) / "job.json").exists():
             return "none"
-        running = self.holder() == job  # checked first: the exit status is written before the lock is released
+        running = self.holder() == job  # before the job's files: the exit status is written before the lock is released
         if (self.folder(job) / "exit").exists():
             return "finished"
         if running:
@@ -126,14 +126,18 @@ class Host:
         return found
 
     def start(self, spec: JobSpec) -> Literal["started", "running", "finished", "killed"]:
-        """Start a job, or return its state if it was started before.
+        """Start a job, or return its state if the job was started before.
 
         Raises:
             BusyError: another job is running on the host.
-            StartError: the supervisor did not come up, or the command cannot be run.
+            StartError: the supervisor did not start, or the command cannot be run.
         """
-        self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self.home / "start.lock").open("a") as lock:
+        try:
+            self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = (self.home / "start.lock").open("a")
+        except OSError as error:
+            raise self._unwritten(spec.job, error) from error
+        with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             state = self.state(spec.job)
             if state != "none":
@@ -142,28 +146,24 @@ class Host:
             wait_until(lambda: (holder := self.holder()) is None or self.state(holder) != "finished", LOCK_S)
             if (holder := self.holder()) is not None:
                 raise BusyError(holder)
-            # Processes may remain of jobs whose supervisor and main process were both killed.
+            # Processes of jobs may remain whose supervisor and main process were both killed.
             kill([each for folder in (self.home / "jobs").glob("*") for each in self.processes(folder.name)])
             folder = self.folder(spec.job)
             try:
-                folder.mkdir(parents=True, mode=0o700, exist_ok=True)  # left by a start on a full disk
+                folder.mkdir(parents=True, mode=0o700, exist_ok=True)  # may be left by a failed start
                 write_atomically(folder / RESERVE, bytes(RESERVE_BYTES))
                 write_atomically(folder / "job.json", json.dumps(dataclasses.asdict(spec)))
                 self._link(spec.job)
             except (OSError, RunFileError) as error:
                 shutil.rmtree(folder, ignore_errors=True)
-                free = shutil.disk_usage(self.home).free / 1e6
-                raise StartError(
-                    f"job {spec.job} cannot be written below {self.home}, where {free:.1f} MB are free and it needs"
-                    f" {RESERVE_BYTES / 1e6:.1f} and room for its log: {error}; delete old jobs or code there"
-                ) from error
+                raise self._unwritten(spec.job, error) from error
             self._launch(spec)
             return "started"
 
     def stop(self, job: str, grace_s: float, wait_s: float = LONGEST_STOP_S) -> list[int]:
-        """Ask a job to save and end, and wait for it; returns the processes that are still saving.
+        """Ask a job to save and end, and wait until it has; returns the processes that are still saving.
 
-        After `grace_s` seconds without a sign of life they get SIGKILL.
+        Processes that give no sign of life for `grace_s` seconds get SIGKILL.
         """
         folder = self.folder(job)
         supervisor = self.status(job)["pid"]
@@ -183,6 +183,11 @@ class Host:
     def processes(self, job: str) -> list[int]:
         """The living processes of a job, including its supervisor."""
         return marked(JOB_DIR, str(self.folder(job)))
+
+    def _unwritten(self, job: str, error: Exception) -> StartError:
+        """The error for a job whose files cannot be written."""
+        advice = disk_advice(error, self.home, RESERVE_BYTES, elsewhere="such as old jobs and code")
+        return StartError(f"job {job} cannot be written: {cause_of(error.__cause__ or error)}; {advice}")
 
     def _link(self, job: str) -> None:
         links = {"latest": f"jobs/{job}"} | {f"latest.{name}": f"jobs/{job}/{name}" for name in ("log", "pid", "exit")}
@@ -215,7 +220,7 @@ class Host:
 
 
 def stuck(folder: Path, grace_s: float) -> bool:
-    """Whether a job that was asked to stop has given no sign of life for `grace_s` seconds since."""
+    """Whether a job that was asked to stop has since given no sign of life for `grace_s` seconds."""
     with contextlib.suppress(OSError):
         asked = (folder / ASKED).stat().st_mtime
         heard = max(asked, (read_json(folder / PROGRESS) or {}).get("beat") or 0.0)
@@ -224,7 +229,7 @@ def stuck(folder: Path, grace_s: float) -> bool:
 
 
 def try_lock(file: IO[str], kind: int) -> bool:
-    """Take a lock, fcntl.LOCK_EX or LOCK_SH, if it is free; returns whether it was."""
+    """Take a lock, fcntl.LOCK_EX or LOCK_SH, if the file is not locked; returns whether it was taken."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:

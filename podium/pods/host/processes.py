@@ -13,7 +13,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant that loses its own parent."""
+    """Make this process the parent of every descendant that loses its own parent."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -25,7 +25,7 @@ def marked(variable: str, value: str) -> list[int]:
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) in own:
             continue
-        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's process
             if mark in (entry / "environ").read_bytes().split(b"\0") and _lives(int(entry.name)):
                 found.append(int(entry.name))
     return found
@@ -70,7 +70,7 @@ def _ancestors(process: int) -> list[int]:
 
 
 def _state_and_parent(process: int) -> tuple[str, int]:
-    """The state (Z: a zombie, or no such process) and the parent's id."""
+    """A process's state (Z for a zombie, or if the process does not exist) and its parent's id."""
     try:
         state, parent = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:

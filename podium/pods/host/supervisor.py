@@ -1,6 +1,7 @@
-"""Runs one job on this host: keeps its output, forwards a stop, records its end, leaves no process behind.
+"""Runs one job on this host: stores its output, forwards stop signals, records its end, and leaves no processes
+running.
 
-The supervisor leads a session without a terminal or an ssh connection; the job's command runs below it. A process of
+The supervisor leads a session without a terminal or an ssh connection, in which the job's command runs. A process of
 the job that loses its parent becomes the supervisor's child; if the supervisor itself is killed, the job's processes
 are found by `PODRUN_JOB_DIR` in their environment. Linux; standard library only.
 """
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
-from podium.files import BUCKETS, write_atomically
+from podium.files import BUCKETS, room, write_atomically
 from podium.job.job_records import PROGRESS, Progress, read_json, write_record
 from podium.job.redact import Redactor, filtered
 from podium.pods.host.jobs import (
@@ -58,7 +59,7 @@ def supervise(host: Host, job: str) -> int:
         secrets = read_env_file(Path(spec.env_file) if spec.env_file else None)
         redactor = Redactor.from_environment({**os.environ, **spec.env}, secrets.values())
         with (folder / "log").open("ab", buffering=0) as log:
-            write_atomically(folder / "pid.new", f"{os.getpid()}\n")  # the command may fill the disk at once
+            write_atomically(folder / "pid.new", f"{os.getpid()}\n")  # first, as the command may fill the disk
             process = subprocess.Popen(
                 spec.command,
                 cwd=spec.cwd,
@@ -86,7 +87,7 @@ def supervise(host: Host, job: str) -> int:
         (folder / RESERVE).unlink(missing_ok=True)
         _record_end(folder, spec, status, "".join(tail), after_stop=bool(stopping))
         write_atomically(folder / "exit", f"{status}\n")
-    copies.update(last=True)  # outside the lock, so another job may use the host meanwhile
+    copies.update(last=True)  # outside the lock, so that another job may use the host meanwhile
     return 0
 
 
@@ -107,9 +108,9 @@ def _job_variables(spec: JobSpec, folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _hold(path: Path, job: str) -> Iterator[IO[str]]:
-    """Hold the host's lock, with the job's name in it, for the block and for as long as the command lives."""
+    """Hold the host's lock, which contains the job's name, inside the block and as long as the command runs."""
     with path.open("a+", encoding="utf-8") as lock:
-        if not wait_until(lambda: try_lock(lock, fcntl.LOCK_EX), LOCK_S):  # `Host.holder` takes the lock for a moment
+        if not wait_until(lambda: try_lock(lock, fcntl.LOCK_EX), LOCK_S):  # `Host.holder` briefly takes the lock
             raise StartError(f"{path} is locked; another job has the host")
         lock.truncate(0)
         lock.write(job)
@@ -118,7 +119,9 @@ def _hold(path: Path, job: str) -> Iterator[IO[str]]:
 
 
 def _forward_stop(process: "subprocess.Popen[bytes]", folder: Path) -> list[int]:
-    """Forward SIGTERM, and kill all processes if they then give no sign of life. The list is empty until a SIGTERM."""
+    """Forward SIGTERM to the job, and kill all processes if they then give no sign of life. The returned list is empty
+    until a SIGTERM arrives.
+    """
     asked: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -143,7 +146,7 @@ def _forward_stop(process: "subprocess.Popen[bytes]", folder: Path) -> list[int]
 def _pump(source: IO[bytes], log: BinaryIO, redactor: Redactor, tail: "deque[str]") -> None:
     """Copy the job's output to its log as it comes, without secrets and terminal sequences.
 
-    `tail` receives the end of it, even if the disk is full.
+    `tail` receives the end of the output, even if the disk is full.
     """
     for text in filtered(_decoded(source), redactor):
         tail.append(text)
@@ -170,7 +173,7 @@ class LogCopies:
         self._copying: subprocess.Popen[bytes] | None = None
 
     def update(self, *, last: bool = False) -> None:
-        """Copy the new part, once the job has said where its run is; errors are ignored."""
+        """Copy the new part of the log, once the job has recorded its run's folder; errors are ignored."""
         run = (read_json(self._folder / PROGRESS) or {}).get("run_dir")
         with contextlib.suppress(OSError):
             if run and run.startswith(BUCKETS):
@@ -186,7 +189,7 @@ class LogCopies:
                     self._copied = log.tell()
 
     def _into_bucket(self, target: str, *, last: bool) -> None:
-        """Copy in another process, with the job's Python; the last copy waits for it."""
+        """Copy in a separate process, with the job's Python; `last`: wait for the copy."""
         if self._copying is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._copying.wait(BUCKET_S if last else 0.0)
@@ -218,7 +221,7 @@ class LogCopies:
 
 
 def _record_end(folder: Path, spec: JobSpec, status: int, said: str, *, after_stop: bool) -> None:
-    """Record why the job ended, unless it recorded that itself."""
+    """Record why the job ended, unless the job recorded it itself."""
     if status == 0:
         kind, message = "done", "done"
     elif status > 128:
@@ -227,7 +230,9 @@ def _record_end(folder: Path, spec: JobSpec, status: int, said: str, *, after_st
         kind, message = "signal", f"signal {status - 128} ({name})" + (why if status == 137 else "")
     else:
         kind, message = "exit", f"exit status {status}; the log ends with: {last_line(said)}"
-    if status and shutil.disk_usage(folder).free < FULL_BYTES:
-        message += f"; the disk of {folder} is full: delete something there (podium pod ssh), then start again"
+    free, files = room(folder)
+    if status and (free < FULL_BYTES or files == 0):
+        what = "has no free file (inode)" if files == 0 else "is full"
+        message += f"; the disk of {folder} {what}: delete something there (podium pod ssh), then start again"
     progress = cast("Progress", read_json(folder / PROGRESS) or {})
     write_record(folder, kind, message, status, worker=spec.worker, progress=progress)

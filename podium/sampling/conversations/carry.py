@@ -1,6 +1,7 @@
-"""Completions and conversations carried over updates (partial rollouts): which form a step, and how others are saved.
+"""Completions and conversations that are carried over updates (partial rollouts): which ones form a step, and how the
+others are saved.
 
-A step takes the oldest prompts whose completions are all complete; the rest continue under the new weights in the next
+A step takes the oldest prompts whose completions have all ended; the rest continue under the new weights in the next
 step. Nothing is dropped because of its age: a step waits for prompts that would become too old. Keys and values are not
 saved but recomputed from the tokens, so a resumed run is identical to an uninterrupted one.
 """
@@ -30,15 +31,15 @@ from podium.tasks.task import Reward
 
 
 class PendingRecord(TypedDict):
-    """A `Pending` as JSON; `number` is that of its prompt."""
+    """A `Pending` as JSON; `number` is the index of its prompt."""
 
     number: int
     level: NotRequired[int]
-    """Its level in a curriculum; missing without."""
+    """The prompt's curriculum level; absent without a curriculum."""
     completions: list[CompletionRecord]
     rewards: list[RewardRecord]
     episodes: NotRequired[list[EpisodeRecord]]
-    """Missing in runs without conversations."""
+    """Episodes in progress; absent in runs without conversations."""
 
 
 class PositionRecord(TypedDict):
@@ -47,26 +48,28 @@ class PositionRecord(TypedDict):
     cursor: int
     in_flight: NotRequired[list[PendingRecord]]
     curriculum: NotRequired[dict[str, list[float]]]
-    """Missing without curricula."""
+    """`Position.curriculum`; absent without curricula."""
     retired: NotRequired[dict[str, list[str]]]
-    """Missing if no prompt is retired."""
+    """`Position.retired`; absent if no prompt is retired."""
     demonstrations: NotRequired[int]
-    """Missing in runs that mix no demonstrations in."""
+    """`Position.demonstrations`; absent in runs without demonstrations."""
 
 
 class HostState(PositionRecord):
-    """What a checkpoint stores besides the state: the position in the prompts, package versions, and the base model."""
+    """What a checkpoint stores in addition to the training state: position in the prompts, package versions, base
+    model, records.
+    """
 
     versions: dict[str, str]
     """Versions of packages."""
     base: NotRequired[str | None]
-    """Fingerprint of the frozen weights; None if there are none."""
+    """Fingerprint of the frozen weights; None if all weights are trained."""
     records: NotRequired[Mapping[str, Extent]]
-    """Extents of the run's record files when the checkpoint was made; missing in older checkpoints."""
+    """Extents of the run's record files when the checkpoint was made; absent in older checkpoints."""
     settings: NotRequired[Mapping[str, JsonValue]]
-    """The run's settings; missing in older checkpoints."""
+    """The run's settings; absent in older checkpoints."""
     data: NotRequired[Mapping[str, str]]
-    """Digests of the questions in the run's training data, by task; missing in older checkpoints."""
+    """Digests of the questions in the run's training data, by task; absent in older checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,30 +78,30 @@ class Pending:
 
     prompt: EncodedPrompt
     completions: tuple[Completion, ...] = ()
-    """The completions as drawn so far; empty: generation has not begun."""
+    """The completions so far; empty if generation has not begun."""
     rewards: tuple[Reward, ...] = ()
     """Rewards of the completions; empty until all have ended."""
     episodes: tuple[Episode, ...] = ()
-    """Instead of completions in a run with conversations: those of the prompt so far, or its single answers."""
+    """In a run with conversations, the prompt's episodes so far, instead of `completions`."""
 
     @property
     def first_version(self) -> int | None:
-        """Weight version that drew its first token; None: no token yet."""
+        """Weight version that sampled the first token; None if there is no token yet."""
         versions = [int(each.versions[0]) for each in self.completions if len(each.versions)]
         versions += [each.first_version for each in self.episodes if each.first_version is not None]
         return min(versions, default=None)
 
 
 class Answer(NamedTuple):
-    """The completions of a prompt, or in a run with conversations its episodes, with their rewards."""
+    """The completions of a prompt (in a run with conversations, its episodes) with their rewards."""
 
     completions: list[Completion]
     rewards: list[Reward]
-    """Empty until all have ended."""
+    """One reward per completion or episode; empty until all have ended."""
     episodes: list[Episode]
 
     def of(self, pending: Pending) -> Pending:
-        """The prompt with this answer."""
+        """A copy of `pending` with this answer."""
         return dataclasses.replace(
             pending,
             completions=tuple(self.completions),
@@ -116,9 +119,9 @@ class Position:
     pending: tuple[Pending, ...] = ()
     """Prompts that no step has trained on yet, in order."""
     curriculum: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
-    """Means of the last groups of each level of curricula, or of each task of a mixture by progress, by label."""
+    """Mean rewards of recent groups, by label of the curriculum level or, with `data.progress`, of the task."""
     retired: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Ids of prompts that are not drawn any more, by label."""
+    """Ids of prompts that are no longer drawn, by label of the task or level."""
     demonstrations: int = 0
     """Number of demonstrations read so far."""
 
@@ -164,11 +167,11 @@ def chosen(
 
     A prompt's age is counted from the version of its first token. A step with weights `version` takes no prompt from
     before `version - max_staleness`, and leaves no more prompts than later steps can take in time. It waits for prompts
-    that must be taken now; the rest of the `count` are the oldest complete ones.
+    that must be taken now; the others are the oldest complete prompts.
 
     Args:
-        first_versions: weight version of the first token of each prompt in flight, in the run's order; None: no
-            token was drawn before this step.
+        first_versions: weight version of the first token of each prompt in flight, in the run's order; None if no token
+            was sampled before this step.
         complete: whether all completions of each prompt have ended.
         count: number of prompts to take now.
         per_step: number of prompts that each later step takes.
@@ -192,7 +195,7 @@ def chosen(
 
 
 def drawn_lengths(before: Sequence[Pending], now: Sequence[Pending]) -> Iterator[int]:
-    """Yield the length in tokens of each completion, or of what was drawn of each episode, that has ended since."""
+    """Yield the number of sampled tokens of each completion or episode that has ended between `before` and `now`."""
     for earlier, later in zip(before, now, strict=True):
         for index, completion in enumerate(later.completions):
             begun = earlier.completions[index] if earlier.completions else None

@@ -1,10 +1,10 @@
-"""Conversations that go on over calls of `Episodes.hold`: how they are put aside, go on, and are replayed. No jax.
+"""Carries conversations over calls of `Episodes.hold`: sets them aside, continues them, and replays them. No jax.
 
-An environment that no longer exists, because the run was continued or another host held it, is opened again with the
-same seed, and gets the model's earlier answers again. If it replies differently, its conversation has failed and
-restarts. The same is done at once for conversations whose process was lost through no fault of theirs. They have not
-failed: one whose new environment replies otherwise begins again, as often as that happens. Programs are not replayed:
-their conversations begin again.
+If an environment no longer exists, because the run was resumed or another host held it, a new one is opened with the
+same seed, and is sent the model's earlier answers. If it replies differently, the conversation has failed and restarts.
+The same happens at once to conversations whose process was lost through no fault of theirs; they do not count as
+failed, so if the new environment replies differently they restart as often as necessary. Programs are not replayed:
+their conversations restart.
 """
 
 import dataclasses
@@ -23,18 +23,18 @@ from podium.tasks.conversations.conversing import Answered
 
 
 class Carry:
-    """The conversations of one call that began in earlier ones, and that go on in the next."""
+    """The conversations of one call that began in earlier calls, or that continue in the next one."""
 
     def __init__(self, talks: Conversations) -> None:
-        """`talks` has not begun."""
+        """`talks` must not have begun."""
         self._talks, self._client, self._turns, self._made = talks, talks.client, talks.turns, talks.made
         self._open, self._kept = dict[Place, int](), dict[Place, object]()
-        """Of the last carrying call, as in `EnvironmentClient.aside` and `kept`."""
+        """`EnvironmentClient.aside` and `kept` of the last carrying call."""
 
     # Go on.
 
     def begin(self, begun: Sequence[Sequence[Episode]] | None, on_poll: OnPoll) -> None:
-        """Begin all conversations, or let them go on; arguments as of `Episodes.hold`."""
+        """Begin or continue all conversations; arguments as in `Episodes.hold`."""
         client = self._client
         client.begin()
         if begun is not None:
@@ -42,7 +42,7 @@ class Carry:
             self._kept, client.kept = client.kept, {}
         for index in range(len(self._turns.prompts)):
             self._begin_prompt(index, [] if begun is None else begun[index])
-        for number in self._open.values():  # held by another host from now on
+        for number in self._open.values():  # another host holds these from now on
             client.drop(number)
         self._open = {}
         while any(live.replay is not None for live in client.live.values()):
@@ -52,10 +52,10 @@ class Carry:
         self._submit_drawing()
 
     def _begin_prompt(self, index: int, episodes: Sequence[Episode]) -> None:
-        """Begin the episodes of a prompt, or let them go on."""
+        """Begin or continue the episodes of a prompt."""
         completions = self._turns.completions
         self._made.ended[index] = {sample: each for sample, each in enumerate(episodes) if each.ended}
-        if self._made.has_all(index):  # they are graded, and wait for a step
+        if self._made.has_all(index):  # graded already, waiting for a step
             return
         if self._turns.dialogue(index) is None:
             drawings = {sample: each.drawing for sample, each in enumerate(episodes) if each.drawing is not None}
@@ -72,7 +72,7 @@ class Carry:
                 self._find_environment(Live(index=index, sample=sample, episode=episodes[sample]))
 
     def _go_on(self, live: Live) -> None:
-        """Continue a conversation, with its environment if that is still open."""
+        """Continue a conversation, with its environment if it is still open."""
         client, episode = self._client, live.episode
         number = self._open.pop(self._place(live), None)
         if number is None and (episode.state == "beginning" or self._talks.led(live.index)):
@@ -95,7 +95,7 @@ class Carry:
             self._lost(live, early)
 
     def _find_environment(self, live: Live) -> None:
-        """Give a conversation that has ended its environment again, if a reward function asks for it."""
+        """Restore the environment of an ended conversation, if a reward function needs it."""
         if not self._client.environments.keeps(self._turns.prompts[live.index].prompt.task):
             return
         ended = self._made.ended[live.index]
@@ -107,7 +107,9 @@ class Carry:
         self._reopen(live, live.episode)
 
     def _submit_drawing(self) -> None:
-        """Submit the turns that the last step left, those of a prompt that go on alike together."""
+        """Submit the turns that the last step left unfinished; a prompt's turns with equal continuations are submitted
+        together.
+        """
         alike: dict[tuple[int, tuple[int, ...], int, SamplingParams], list[Live]] = {}
         for live in sorted(self._client.live.values(), key=lambda live: live.place):
             if live.episode.state == "drawing":
@@ -127,7 +129,7 @@ class Carry:
     # Put aside.
 
     def put_aside(self) -> None:
-        """Take what has been drawn out of the engine, and note what goes on in the next call."""
+        """Take sampled tokens out of the engine, and record what continues in the next call."""
         talks, client, made = self._talks, self._client, self._made
         drawing = [live for live in client.live.values() if live.episode.state == "drawing"]
         keys = [live.key for live in drawing if live.key is not None]
@@ -153,17 +155,17 @@ class Carry:
                 ended[sample] = dataclasses.replace(episode, environment=None)
 
     def _left(self, live: Live) -> Episode:
-        """What there is of a conversation; its environment stays open."""
+        """The episode of an unfinished conversation; its environment stays open."""
         self._talks.forget_key(live)
         if live.replay is None:
             self._client.aside[self._place(live)] = live.number
-        else:  # the next call begins with its replay
+        else:  # the next call replays it first
             self._client.drop(live.number)
         episode = live.episode
         if episode.state != "beginning":
             timed = self._turns.limits.episode_timeout_s is not None
             return dataclasses.replace(episode, seconds=time.monotonic() - live.began if timed else 0.0)
-        if live.tokens is not None:  # it has begun, and waits for the others of its prompt
+        if live.tokens is not None:  # begun, and waiting for the prompt's other conversations
             self._client.early[live.number] = Answered(live.number, "opened", episode.asking or episode.first)
         return Episode(state="beginning", attempt=episode.attempt)
 
@@ -179,7 +181,7 @@ class Carry:
     # Replay.
 
     def take(self, live: Live, answered: Answered) -> None:
-        """Go on with a conversation whose environment has answered, or was lost."""
+        """Continue a conversation whose environment has answered or was lost."""
         if answered.kind == "lost":
             self._lost(live, answered)
         elif live.replay is not None:
@@ -188,14 +190,14 @@ class Carry:
             self._talks.take_answer(live, answered)
 
     def _reopen(self, live: Live, episode: Episode, *, moved: bool = False) -> None:
-        """Open an environment again, to tell it what it was told before."""
+        """Open a new environment for a conversation, and replay the earlier answers to it."""
         dialogue = self._turns.dialogue(live.index)
         assert dialogue is not None, "single answers have no environment"
         live.replay = Replay(episode=episode, dialogue=dialogue, moved=moved)
         self._talks.open(live)
 
     def _lost(self, live: Live, answered: Answered) -> None:
-        """Go on with a conversation whose process was lost through no fault that is known."""
+        """Continue a conversation whose process was lost, without evidence that the conversation caused it."""
         self._talks.counted.moved += 1
         live.apart = live.apart or answered.apart
         replay, live.replay = live.replay, None
@@ -214,7 +216,7 @@ class Carry:
         live.due = due
 
     def _take_replay(self, live: Live, replay: Replay, answered: Answered) -> None:
-        """Compare what an environment answers with what it answered before, and tell it the next turn."""
+        """Compare an environment's answer with its earlier one, and send it the next turn."""
         due, live.due = live.due, None
         if answered.kind == "failed":
             live.replay = None
@@ -241,11 +243,11 @@ class Carry:
         else:
             live.replay = None
             self._wait_again(live, replay)
-        if replay.moved:  # its answer is due when it would have been
+        if replay.moved:  # the answer is due when it would have been
             live.due = due
 
     def _wait_again(self, live: Live, replay: Replay) -> None:
-        """Ask an environment again what it was asked when the run stopped."""
+        """Repeat the request that the environment had not answered when the run stopped."""
         if live.episode.state == "replying":
             self._client.say(live, replay.turn(live.episode.replies, live.episode.transcript))
         elif live.episode.state == "ending":

@@ -23,14 +23,14 @@ OnEpisodes = Callable[[int, list[Episode]], None]
 
 
 class Made:
-    """The episodes of some prompts."""
+    """Collects the episodes of prompts as they end."""
 
     def __init__(self, prompts: int, completions: int, on_episodes: OnEpisodes) -> None:
-        """None yet, of `completions` of each prompt."""
+        """Start empty; `completions` episodes are expected for each prompt."""
         self.ended: list[dict[int, Episode]] = [{} for _ in range(prompts)]
-        """Those that have ended, of each prompt, by their index among the prompt's."""
+        """Ended episodes of each prompt, by index within the prompt."""
         self.left: list[dict[int, Episode]] = [{} for _ in range(prompts)]
-        """Those that are left for the next call."""
+        """Unfinished episodes of each prompt that are left for the next call."""
         self._completions, self._on_episodes = completions, on_episodes
 
     @property
@@ -57,10 +57,10 @@ class Made:
 
 @dataclasses.dataclass(kw_only=True)
 class Counted:
-    """What a call counts."""
+    """What a call of `Episodes.hold` counts."""
 
     failures: list[tuple[int, int, int, str]] = dataclasses.field(default_factory=list)
-    """The prompt, the index among its conversations, the attempt, and why it failed."""
+    """For each failure: prompt, index of the conversation within the prompt, attempt, and reason."""
     reply_s: list[float] = dataclasses.field(default_factory=list)
     begin_s: list[float] = dataclasses.field(default_factory=list)
     ran: list[ToolRun] = dataclasses.field(default_factory=list)
@@ -70,7 +70,7 @@ class Counted:
     moved: int = 0
 
     def stats(self, *, idle_s: float) -> EnvironmentStats:
-        """The same as statistics of a step, with failures in the order of prompts."""
+        """Convert the counts to statistics of a step, with failures in the order of prompts."""
         return EnvironmentStats(
             failures=tuple(text for *_, text in sorted(self.failures)),
             changed=self.changed,
@@ -90,24 +90,24 @@ class Conversations:
     def __init__(
         self, engine: RolloutEngine, client: EnvironmentClient, turns: Turns, made: Made, *, own: range, retries: int
     ) -> None:
-        """Begin nothing yet.
+        """Does not begin any conversation yet.
 
         Args:
-            engine: decodes.
-            client: talks to environments.
-            turns: of these prompts.
-            made: gets the episodes that have ended.
+            engine: decodes the turns.
+            client: talks to the environments.
+            turns: makes the turns of these prompts.
+            made: receives the episodes that have ended.
             own: the prompts whose new environments are opened on this host.
-            retries: how often a conversation that failed begins again.
+            retries: how often a failed conversation is restarted.
         """
         self.engine, self.client, self.turns, self.made = engine, client, turns, made
         self._own, self._retries = own, retries
         self.keys: dict[Key, Live] = {}
-        """Conversations that the engine knows."""
+        """Conversations that are in the engine, by key."""
         self.single: dict[int, int] = {}
         """Index of the prompt of each request that is answered once."""
         self.beginning: dict[int, dict[int, Live]] = {}
-        """Conversations that have begun, of prompts of which others have not."""
+        """Conversations that have begun and are waiting for others of their prompt to begin, by prompt."""
         self.counted = Counted()
 
     def led(self, index: int) -> bool:
@@ -117,7 +117,7 @@ class Conversations:
     # Submit.
 
     def ask_once(self, index: int, begun: Mapping[int, Completion]) -> None:
-        """Submit a prompt that is answered once, with what has been drawn so far."""
+        """Submit a prompt that is answered once, with the tokens sampled so far."""
         self.single[self.engine.submit(self.turns.single_request(index, begun))] = index
 
     def begin(self, live: Live) -> None:
@@ -136,7 +136,7 @@ class Conversations:
         ledgers: Mapping[int, tuple[int, ...]],
         begun: Mapping[int, Completion] | None = None,
     ) -> None:
-        """Submit turns of a prompt's conversations that the engine does not know; arguments as of `Request`."""
+        """Submit turns of a prompt's conversations that are not in the engine; arguments as in `Request`."""
         request = self.turns.request(lives[0], prompt, ledgers, begun or {})
         number = self.engine.submit(request)
         for live in lives:
@@ -144,11 +144,13 @@ class Conversations:
             self.keys[live.key] = live
 
     def submit_turn(self, live: Live, tokens: tuple[int, ...]) -> None:
-        """Submit a turn after these tokens, of which the engine knows nothing."""
+        """Submit a turn after these tokens, none of which are in the engine."""
         self.submit([live], tokens[:1], {live.sample: tokens})
 
     def _submit_begun(self, index: int) -> None:
-        """Submit the conversations of a prompt if none of them is still beginning, those that begin alike together."""
+        """Submit a prompt's conversations once all have begun; those that begin with the same tokens are submitted
+        together.
+        """
         waiting = self.beginning[index]
         if len(waiting) + len(self.made.ended[index]) < self.turns.completions:
             return
@@ -211,11 +213,11 @@ class Conversations:
             )
         if live.replay is None:
             self.client.say(live, turn)
-        else:  # the end of the replay says it
+        else:  # the end of the replay reports it
             self.client.asked(live)
 
     def take_answer(self, live: Live, answered: Answered) -> None:
-        """Go on with a conversation whose environment has answered."""
+        """Continue a conversation whose environment has answered."""
         live.due = None
         match answered.kind:
             case "opened":
@@ -237,7 +239,7 @@ class Conversations:
                 raise AssertionError("it is dealt with as it is received")
 
     def _opened(self, live: Live, first: str | Asking | None) -> None:
-        """Submit a conversation whose environment has begun, together with the others of its prompt."""
+        """Handle that a conversation's environment has begun; submit the conversation with the others of its prompt."""
         try:
             self.turns.set_prompt(live, first)
         except AskingError as error:
@@ -259,7 +261,7 @@ class Conversations:
             return
         try:
             following = self.turns.following(live, reply)
-        except ValueError as error:  # messages of a kind that the template refuses, or tokens that there are not
+        except ValueError as error:  # the template rejects the messages, or token ids do not exist
             self.failed(live, str(error))
             return
         new, whole = following.tokens, following.whole
@@ -277,7 +279,7 @@ class Conversations:
             transcript = transcript.add_environment(tuple(new), text=_text_of(transcript.messages[-1:]))
             live.episode = dataclasses.replace(live.episode, transcript=transcript, state="drawing")
             self.counted.extend_tokens += len(new)
-            if live.key is None:  # the last step ended before the reply came
+            if live.key is None:  # the last step ended before the reply arrived
                 self.submit_turn(live, tokens)
             else:
                 sampling, seed = self.turns.sampling_of(live, len(tokens)), self.turns.seed(live)
@@ -291,13 +293,13 @@ class Conversations:
         self.forget_key(live)
         if live.replay is None:
             self.client.grade(live)
-        else:  # the end of the replay asks for it
+        else:  # the end of the replay does so
             self.client.asked(live)
 
     def failed(self, live: Live, why: str, *, apart: bool = False) -> None:
-        """Begin a conversation again that failed through no fault of the model, or give it up.
+        """Restart a conversation that failed through no fault of the model, or give it up after too many attempts.
 
-        `apart`: it has ended a process, and begins again in one with one call at a time.
+        `apart`: it has ended its process, and restarts in a process that runs one call at a time.
         """
         attempt = live.episode.attempt
         self.counted.failures.append((live.index, live.sample, attempt, why))
@@ -313,13 +315,13 @@ class Conversations:
         self._add(live, episode.ending("failed").over())
 
     def restart(self, live: Live, attempt: int) -> None:
-        """Begin a conversation again."""
+        """Restart a conversation with a new environment."""
         self._give_up(live)
         again = Episode(state="beginning", attempt=attempt)
         self.begin(Live(index=live.index, sample=live.sample, episode=again, apart=live.apart))
 
     def forget_key(self, live: Live) -> None:
-        """Take a conversation out of the engine."""
+        """Remove a conversation from the engine."""
         if live.key is not None:
             self.keys.pop(live.key, None)
             self.engine.cancel(live.key)
@@ -335,14 +337,14 @@ class Conversations:
             self.engine.cancel(key)
 
     def _give_up(self, live: Live) -> None:
-        """End a conversation as far as it has come."""
+        """Count a conversation as failed, and end it."""
         self.client.drop(live.number)
         del self.client.live[live.number]
         self.forget_key(live)
         self.beginning.get(live.index, {}).pop(live.sample, None)
 
     def _add(self, live: Live, episode: Episode) -> None:
-        """Add an episode that has ended, and submit the others of its prompt if they have waited for it."""
+        """Add an ended episode, and submit the others of its prompt if they were waiting for it."""
         self.made.add(live.index, live.sample, episode)
         if live.index in self.beginning:
             self._submit_begun(live.index)
@@ -355,7 +357,7 @@ class Conversations:
 
 
 def _answer(number: int, text: str, read: Calls) -> Message:
-    """The model's answer as a message; calls that could be read are not part of its content."""
+    """The model's answer as a message; calls that could be parsed are not part of its content."""
     message: dict[str, object] = {"role": "assistant", "content": read.said if read.calls else text}
     if read.calls:
         message["tool_calls"] = [

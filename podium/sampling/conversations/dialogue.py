@@ -34,33 +34,33 @@ FUNCTION: Mapping[str, object] = {
 }
 SCHEMA: ToolSchema = {"type": "function", "function": FUNCTION}
 BEGUN_ARGUMENTS = re.compile(r"(?:<|(?<=[:>\]\n])[ ]?\{)$")
-"""What only begins a call's arguments: the model writes it together with what follows."""
+"""Text that only opens a call's arguments; it is left to the model, whose tokens may join it with what follows."""
 OPENING_TOKENS = 16
-"""Most tokens of the opening of a thought, with the spaces after it."""
+"""Longest opening of the model's thinking in tokens, including the spaces after it."""
 
 
 class ToolFormat:
     """How a model's chat template describes tools and writes calls."""
 
     def __init__(self, label: str, tokenizer: Tokenizer) -> None:
-        """Try the template with a made-up tool; `label` begins messages.
+        """Test the template with a made-up tool; `label` begins error messages.
 
-        Raises ValueError if it writes calls in a form that cannot be read.
+        Raises ValueError if the template writes calls in an unsupported form.
         """
         self.tokenizer = tokenizer
         self.described = not _renders_tools(tokenizer.chat_format)
-        """Whether tools are described in the system message, because the template has no place for them."""
+        """Whether tools are described in the system message, because the template does not show tools."""
         written = _written_call(tokenizer.chat_format)
         self.arguments_as_text = isinstance(written.arguments, str)
-        """Whether the template takes a call's arguments as JSON text, and not as an object."""
+        """Whether the template takes a call's arguments as JSON text instead of an object."""
         self._writes_calls = bool(written.text)
         self.form: CallForm = _call_form(label, written.text)
         marks = (*FORMS[self.form].marks, *THOUGHT_MARKS)
         self._whole = any(mark in tokenizer.special_tokens for mark in marks)
-        """Whether calls or thoughts are written with special tokens, which are no part of an answer's text."""
+        """Whether calls or thinking are marked by special tokens, which are not part of an answer's text."""
 
     def with_tools(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Message]:
-        """The messages; if the template does not show tools, with their description in the system message."""
+        """Add a description of the tools to the system message, if the template does not show tools."""
         if not (tools and self.described):
             return list(messages)
         text = instructions(tools, self.form)
@@ -69,7 +69,9 @@ class ToolFormat:
         return [{"role": "system", "content": text}, *messages]
 
     def begun(self, name: str | None) -> str:
-        """The beginning of an answer that must call the tool of this name (None: any of them), up to its arguments."""
+        """The beginning of an answer that must call the tool of this name (None: any tool), up to the call's
+        arguments.
+        """
         chat, called = self.tokenizer.chat_format, name or PROBE
         user: Message = {"role": "user", "content": QUESTION}
         tool = {"type": "function", "function": {**FUNCTION, "name": called}}
@@ -99,10 +101,10 @@ class ToolFormat:
         thinking: bool = False,
         cut: bool = False,
     ) -> Calls:
-        """The calls in an answer, of which `text` is what it says without special tokens.
+        """Parse the calls in an answer; `text` is its text without special tokens.
 
-        `begun` is the beginning that was given to it, if any; `thinking`: the prompt has opened a thought; `cut`: a
-        limit ended the answer.
+        `begun` is the given beginning of the answer, if any. `thinking`: whether the prompt has opened the model's
+        thinking. `cut`: whether a limit ended the answer.
         """
         if not self._whole:
             return read_calls(begun + text, self.form, tools, thinking=thinking, cut=cut)
@@ -123,9 +125,10 @@ class Dialogue:
         tokenizer: Tokenizer,
         tools: Sequence[ToolSchema],
     ) -> None:
-        """Try how the model's template writes conversations and calls; `label` names the task in messages.
+        """Test how the model's template writes conversations and calls; `label` names the task in error messages.
 
-        Raises ValueError if it cannot be continued turn by turn, or writes calls in a form that cannot be read.
+        Raises ValueError if the template's conversations cannot be continued turn by turn, or if it writes calls in an
+        unsupported form.
         """
         self.tokenizer = tokenizer
         self._label = label
@@ -138,7 +141,9 @@ class Dialogue:
         self._format = ToolFormat(label, tokenizer) if tools else None
 
     def offering(self, tools: Sequence[ToolSchema], options: Mapping[str, object]) -> "Dialogue":
-        """The same with these tools and template variables; made once for equal ones. ValueError as of `Dialogue`."""
+        """A copy with these tools and template variables; cached for equal arguments. Raises ValueError like
+        `Dialogue`.
+        """
         unread = self.unread(options)
         read = {name: value for name, value in options.items() if name not in unread}
         if not (tools or read):
@@ -150,7 +155,7 @@ class Dialogue:
         return self._offering[name]
 
     def unread(self, options: Mapping[str, object]) -> tuple[str, ...]:
-        """Those of these variables that the chat template does not read."""
+        """The variables in `options` that the chat template does not read."""
         return tuple(name for name in options if name not in self.tokenizer.chat_format.variables)
 
     def begun(self, name: str | None) -> str:
@@ -159,33 +164,33 @@ class Dialogue:
 
     @property
     def form(self) -> CallForm | None:
-        """The form in which the model writes calls; None: there are no tools."""
+        """The form in which the model writes calls; None without tools."""
         return None if self._format is None else self._format.form
 
     @property
     def line(self) -> str:
-        """A line that says how conversations are written."""
+        """A line about how conversations are written."""
         if self._format is None:
             return f"turns continued by rule {self.turns.rule}"
         described = self._format.described
-        where = "the system message: the chat template has no place for them" if described else "the template"
-        return f"turns continued by rule {self.turns.rule}; tools described in {where}; calls read as {self.form}"
+        where = "the system message (the chat template does not show tools)" if described else "the template"
+        return f"turns continued by rule {self.turns.rule}; tools described in {where}; calls parsed as {self.form}"
 
     def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens of a conversation's first messages, tools included, up to where the model answers."""
+        """The tokens of a conversation's first messages, tools included, up to the beginning of the answer."""
         return tuple(self.turns.prompt(self._with_tools(messages)))
 
     def reply(self, messages: Sequence[Message], *, history: Sequence[Message], drawn_end: int | None) -> list[int]:
-        """The tokens that follow an answer, as `TurnFormat.reply` makes them; `history` begins with the prompt's."""
+        """The tokens that follow an answer, as from `TurnFormat.reply`; `history` begins with the prompt's messages."""
         return self.turns.reply(messages, history=self._with_tools(history), drawn_end=drawn_end)
 
     def read(
         self, text: str, tokens: Sequence[int], *, before: Sequence[int] = (), begun: str = "", cut: bool = False
     ) -> Calls:
-        """The calls in an answer, of which `text` is what it says without special tokens.
+        """Parse the calls in an answer; `text` is its text without special tokens.
 
-        `before` are the tokens that the model read before it, which may open a thought; `begun` is the beginning of the
-        answer among them, if it was given; `cut`: a limit ended the answer.
+        `before` are the tokens before the answer, which may open the model's thinking; `begun` is the given beginning
+        of the answer among them, if any. `cut`: whether a limit ended the answer.
         """
         if self._format is None:
             return Calls(said=text)
@@ -193,7 +198,7 @@ class Dialogue:
         return self._format.read(text, tokens, self._tools, begun=begun, thinking=thinking, cut=cut)
 
     def fitting(self, message: Message, limit: int | None) -> Message:
-        """A message of at most `limit` tokens; the middle of a longer one is cut out."""
+        """Shorten a message to at most `limit` tokens by cutting out the middle."""
         content = message.get("content")
         if limit is None or not isinstance(content, str):
             return message
@@ -211,7 +216,7 @@ class Dialogue:
 
 
 def with_calls(chat: ChatFormat, messages: Sequence[Message]) -> list[Message]:
-    """A prompt's messages with the arguments of their calls in the form that the chat template reads.
+    """Convert the arguments of tool calls in a prompt's messages to the form that the chat template reads.
 
     Raises ValueError if there are calls and the template leaves them out.
     """
@@ -220,8 +225,8 @@ def with_calls(chat: ChatFormat, messages: Sequence[Message]) -> list[Message]:
     written = _written_call(chat)
     if not written.text:
         raise ValueError(
-            "a message has tool_calls, and the model's chat template writes none, so the model would not see them;"
-            " write the calls into the message's content, or set chat_template to a template that writes them"
+            "a message has tool_calls, and the model's chat template does not write them, so the model would not see "
+            "them; write the calls into the message's content, or set chat_template to a template that writes them"
         )
     if isinstance(written.arguments, dict):
         return list(messages)
@@ -250,22 +255,24 @@ def _renders_tools(chat: ChatFormat) -> bool:
 
 
 class _Written(NamedTuple):
-    """A made-up call as a template writes it."""
+    """A made-up call as written by a template."""
 
     text: str
-    """Empty if it writes no calls."""
+    """The call as text; empty if the template writes no calls."""
     arguments: dict[str, str] | str
-    """In the form that it takes."""
+    """The arguments in the form that the template takes."""
 
 
 @functools.lru_cache(maxsize=8)
 def _written_call(chat: ChatFormat) -> _Written:
-    """What the template writes for a call, with arguments as an object if it takes these, or else as JSON text."""
+    """What the template writes for a call, with arguments as an object if the template accepts one, or else as JSON
+    text.
+    """
     user: Message = {"role": "user", "content": QUESTION}
     tried: tuple[dict[str, str] | str, ...] = ({"x": "12"}, '{"x": "12"}')
     for arguments in tried:
         calling = _calling(PROBE, arguments)
-        with contextlib.suppress(ValueError):  # the template wants arguments in the other form, or no calls
+        with contextlib.suppress(ValueError):  # the template wants the other form of arguments, or no calls
             text = chat.render([user, calling], tools=(SCHEMA,), answer=False).rpartition(QUESTION)[2]
             return _Written(text if PROBE in text else "", arguments)
     return _Written("", tried[0])
@@ -277,24 +284,24 @@ def _calling(name: str, arguments: Mapping[str, str] | str) -> Message:
 
 
 def _alike(one: str, other: str) -> int:
-    """How many characters two texts begin with in common."""
+    """Length of the common prefix of two texts."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _behind(opening: str, written: str) -> str:
-    """What an answer with a call writes behind the `opening` of any answer."""
+    """The part of an answer with a call after the `opening` that all answers share."""
     if written.startswith(opening):
         return written[len(opening) :]
-    same = _alike(opening, written)  # the opening has a thought, and the written answer none
-    same -= written[:same].endswith("<")  # of two marks
+    same = _alike(opening, written)  # the opening has thinking, the answer has not
+    same -= written[:same].endswith("<")  # which begins two different marks
     closing = next((f"\n{mark}\n\n" for begin, mark in THOUGHTS if opening.rstrip().endswith(begin)), "")
     return closing + written[same:]
 
 
 def _call_form(label: str, written: str) -> CallForm:
-    """The form of a call as the template writes it; the `tags` form, by instruction, if it writes none.
+    """Find the form of a call that the template has written; the `tags` form, by instruction, if it writes none.
 
-    Raises ValueError if no form reads what it writes.
+    Raises ValueError if no form parses what it writes.
     """
     if not written:
         return "tags"
@@ -305,7 +312,7 @@ def _call_form(label: str, written: str) -> CallForm:
         if [(each.name, dict(each.arguments)) for each in calls] == [(PROBE, {"x": "12"})]:
             return form
     raise ValueError(
-        f"{label}: the model's chat template writes calls as {written.strip()[:120]!r}, a form that is not read; leave"
-        f" the tools out, or take a model that writes them in one of these forms: {', '.join(FORMS)}"
-        " (docs/environments.md)"
+        f"{label}: the model's chat template writes calls as {written.strip()[:120]!r}, which is not a supported "
+        f"form; leave the tools out, or take a model that writes them in one of these forms: {', '.join(FORMS)} "
+        "(docs/environments.md)"
     )

@@ -1,8 +1,8 @@
-"""Asks the environments of conversations, and receives what they answer. No jax.
+"""Sends requests to the environments of conversations, and receives their answers. No jax.
 
-With `rollout.reproducible` the schedule of steps that carry over does not depend on clocks: an answer is taken after
-the same number of engine steps, however fast it came. Where several hosts decode together, each holds the environments
-of its own prompts, and they exchange what environments have answered.
+With `rollout.reproducible`, the schedule of steps with carry-over does not depend on clocks: an answer is accepted
+after a fixed number of engine steps, however fast it arrived. If several hosts decode together, each holds the
+environments of its own prompts, and they exchange the environments' answers.
 """
 
 import time
@@ -16,30 +16,31 @@ from podium.tasks.conversations.conversing import Answered
 from podium.tasks.conversations.environments import Environments
 
 POLL_S = 0.5
-"""Longest wait for environments between calls of `on_poll`."""
+"""Longest wait for environments in seconds between calls of `on_poll`."""
 POLL_TOGETHER_S = 0.05
-"""The same where hosts decode together: each waits for the answers of the others, too."""
+"""Longest such wait in seconds if hosts decode together, because each host also waits for the others' answers."""
 STEPS_TOGETHER = 4
 """Engine steps between exchanges of hosts that decode together."""
 REPLY_STEPS = 2
-"""Engine steps from a request to an environment until its answer is taken, where clocks must not decide."""
+"""Engine steps between a request to an environment and the acceptance of its answer, with `rollout.reproducible`."""
 
 
 Exchange = Callable[[list[Answered]], list[Answered]]
-"""Sends what this host's environments have answered to all hosts; returns the answers of all, in one order."""
+"""Sends the answers of this host's environments to all hosts; returns the answers of all hosts, in the same order
+everywhere."""
 Received = tuple[Live, Answered]
 Place = tuple[int, int, int]
-"""A conversation of a run: the number of its prompt, its index among the prompt's, and its attempt."""
+"""Identifies a conversation of a run: index of its prompt, its index within the prompt, and the attempt."""
 
 
 class EnvironmentClient:
     """Talks to the environments of a host for the conversations in progress."""
 
     def __init__(self, environments: Environments, *, own_seeds: bool, exchange: Exchange | None = None) -> None:
-        """Ask nothing yet.
+        """Does not send requests yet.
 
         Args:
-            environments: of this host.
+            environments: the environments of this host.
             own_seeds: whether each environment of a prompt has its own seed, instead of the prompt's.
             exchange: set if hosts decode together; all hosts must then make the same calls.
         """
@@ -50,22 +51,24 @@ class EnvironmentClient:
         self.live = dict[int, Live]()
         """Conversations in progress, by their number in `Environments`."""
         self.early = dict[int, Answered]()
-        """Answers that have not been taken yet, by conversation; also of those that are put aside."""
+        """Answers that have not been accepted yet, by conversation, including conversations that are set aside."""
         self.aside = dict[Place, int]()
-        """Numbers of conversations that go on in the next carrying call, with their environments."""
+        """Numbers of the conversations that continue, with their environments, in the next carrying call."""
         self.kept = dict[Place, object]()
-        """Environments, for reward functions, of conversations that have ended before others of their prompt."""
+        """Environments of ended conversations, kept for reward functions until the prompt's other conversations end."""
         self.steps = 0
         """Engine steps since `begin`."""
         self.idle_s = 0.0
-        """Seconds since `begin` in which the engine had nothing to do but to wait for environments."""
+        """Seconds since `begin` in which the engine was idle, waiting for environments."""
 
     def begin(self) -> None:
-        """Count steps and waits from here."""
+        """Reset the counts of steps and waiting time."""
         self.steps, self.idle_s = 0, 0.0
 
     def forget(self) -> None:
-        """End the environments of conversations that were put aside; each gets a new one when it continues."""
+        """End the environments of conversations that were set aside; each conversation gets a new one when it
+        continues.
+        """
         for number in self.aside.values():
             self.environments.drop(number)
         self.aside, self.kept, self.early = {}, {}, {}
@@ -95,21 +98,22 @@ class EnvironmentClient:
         self.asked(live)
 
     def asked(self, live: Live) -> None:
-        """Note that an answer is awaited from now on."""
+        """Record that an answer is awaited from now on."""
         live.due = self.steps + REPLY_STEPS
 
     def drop(self, number: int) -> None:
-        """End an environment, whatever it has answered."""
+        """End an environment, and ignore its answers."""
         self.early.pop(number, None)
         self.environments.drop(number)
 
     # Receiving.
 
     def take(self, *, busy: bool, paced: bool, on_poll: OnPoll) -> Iterator[Received]:
-        """Yield the answers to take before an engine step; waits for one if the engine is not `busy`, or it is due.
+        """Yield the answers to accept before an engine step; waits for an answer if the engine is not `busy` or an
+        answer is due.
 
-        Among them are those that `receive` yields. `paced`: answers are taken when they are due, instead of when they
-        come.
+        This includes what `receive` yields. `paced`: answers are accepted when they are due, instead of when they
+        arrive.
         """
         early, start = self.early, time.perf_counter()
         if paced:
@@ -129,10 +133,10 @@ class EnvironmentClient:
             yield live, early.pop(live.number)
 
     def receive(self, wait_s: float) -> Iterator[Received]:
-        """Wait for an answer of the environments; yields, of all that have come, those that are taken at once.
+        """Wait for answers of the environments, and yield those that are accepted at once.
 
-        These are losses of processes, and answers during a replay; the others are `early`. The same on all hosts that
-        decode together.
+        These are losses of processes, and answers during a replay; the others are kept in `early`. All hosts that
+        decode together yield the same.
         """
         found: list[Answered] = []
         while (answered := self.environments.next(wait_s)) is not None:
@@ -154,5 +158,5 @@ class EnvironmentClient:
 
     @property
     def _due(self) -> list[Live]:
-        """Conversations whose answer is to be taken now, where clocks must not decide."""
+        """With `rollout.reproducible`, the conversations whose answers are due now."""
         return [live for live in self.live.values() if live.due is not None and live.due <= self.steps]

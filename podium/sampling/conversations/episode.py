@@ -1,4 +1,4 @@
-"""A conversation or a single answer: what one step hands on to the next, and at last to grading. No jax."""
+"""A conversation or a single answer, as it is passed from step to step and finally to grading. No jax."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,80 +10,80 @@ from podium.rollout.transcript import Transcript
 from podium.tasks.conversation import Asking
 
 State = Literal["beginning", "drawing", "replying", "ending", "ended"]
-"""What an episode waits for: for its environment to begin (and for the others of its prompt, which begin together), for
-a turn of the model, for a reply, for the final reward; or for nothing."""
+"""What an episode is waiting for: its environment to begin (and the others of its prompt, because all begin together),
+a turn of the model, a reply, the final reward, or nothing."""
 
 
 class Opening(NamedTuple):
-    """The messages from which a conversation goes on: of its prompt, or of the last whole prompt of a program."""
+    """The messages that a conversation continues from: its prompt, or a program's last whole prompt."""
 
     messages: tuple[Mapping[str, object], ...] = ()
     since: int = 0
-    """How many messages of the transcript came before these."""
+    """Number of messages in the transcript before these."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Episode:
-    """A conversation or a single answer, as far as it has come. Immutable: methods return what it becomes."""
+    """A conversation or a single answer so far. Immutable: methods return the changed episode."""
 
     transcript: Transcript = dataclasses.field(default_factory=Transcript)
-    """Whole turns and replies, and their messages; of a single answer nothing until it has ended."""
+    """Whole turns and replies with their messages; for a single answer, empty until it has ended."""
     turn_rewards: tuple[float, ...] = ()
-    """What the environment paid for each turn; empty for a single answer."""
+    """The environment's reward for each turn; empty for a single answer."""
     final_reward: float | None = None
-    """What the environment paid at the end; None: the task grades the last answer."""
+    """The environment's reward at the end; None if the task grades the last answer."""
     environment: object = None
     """The environment after its end, if a reward function asks for it; not part of a checkpoint."""
     state: State = "ended"
     drawing: Completion | None = None
-    """What has been drawn of a turn that has not ended."""
+    """The tokens sampled so far of an unfinished turn; None if no turn is in progress."""
     first: str | None = None
-    """What the environment added to the prompt."""
+    """The text that the environment added to the prompt; None if it added none."""
     asking: Asking | None = None
-    """What its program asked last. Not part of a checkpoint, since a program is not replayed; nor is the next."""
+    """The program's last request. Like the next field, not part of a checkpoint, because programs are not replayed."""
     opening: Opening = dataclasses.field(default_factory=Opening)
     replies: int = 0
     """Number of turns that the environment has replied to."""
     attempt: int = 0
-    """How often it has begun again because its environment failed."""
+    """Number of restarts because the environment failed."""
     seconds: float = 0.0
-    """How long it has lasted so far, for `rollout.limits.episode_timeout_s`; 0 without that limit."""
+    """Duration so far in seconds, for `rollout.limits.episode_timeout_s`; 0 without that limit."""
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended, its final reward included."""
+        """Whether the episode has ended and has its final reward."""
         return self.state == "ended"
 
     @property
     def failed(self) -> bool:
-        """Whether it failed through no fault of the model; it then says nothing about the model."""
+        """Whether the episode failed through no fault of the model; such an episode is not trained on."""
         return self.transcript.finish_reason == "failed"
 
     @property
     def first_version(self) -> int | None:
-        """Weight version that drew its first token; None: no token yet."""
+        """Weight version that sampled the first token; None if there is no token yet."""
         drawn = [span.versions for span in self.transcript.drawn]
         drawn += [] if self.drawing is None else [self.drawing.versions]
         return next((int(versions[0]) for versions in drawn if len(versions)), None)
 
     @property
     def calls(self) -> int:
-        """Number of calls of tools in its answers."""
+        """Number of tool calls in the answers."""
         called = [each.get("tool_calls") for each in self.transcript.messages]
         return sum(len(calls) for calls in called if isinstance(calls, Sequence))
 
     @property
     def history(self) -> list[Mapping[str, object]]:
-        """The messages so far, from the last whole prompt on."""
+        """The messages so far, starting with the last whole prompt."""
         return [*self.opening.messages, *self.transcript.messages[self.opening.since :]]
 
     def saying(self, messages: Sequence[Mapping[str, object]]) -> "Episode":
-        """With these messages at its end."""
+        """Append messages."""
         said = (*self.transcript.messages, *messages)
         return dataclasses.replace(self, transcript=dataclasses.replace(self.transcript, messages=said))
 
     def answered(self, completion: Completion, message: Mapping[str, object]) -> "Episode":
-        """With a turn of the model, which waits for a reply; `message` is the answer in it."""
+        """Add a turn of the model and wait for a reply; `message` is the answer in the turn."""
         said = (*self.transcript.messages, message)
         return dataclasses.replace(
             self,
@@ -93,17 +93,17 @@ class Episode:
         )
 
     def paid(self, reward: float) -> "Episode":
-        """With the reward of its last turn, to which its environment has replied."""
+        """Add the reward of the last turn, to which the environment has replied."""
         *earlier, last = self.turn_rewards
         return dataclasses.replace(self, turn_rewards=(*earlier, last + reward), replies=self.replies + 1)
 
     def ending(self, reason: StopReason) -> "Episode":
-        """Without further turns: it waits for its final reward."""
+        """End the turns for this reason, and wait for the final reward."""
         stopped = dataclasses.replace(self.transcript, finish_reason=reason)
         return dataclasses.replace(self, transcript=stopped, state="ending")
 
     def over(self, final_reward: float | None = None, environment: object = None) -> "Episode":
-        """At its end, without what only a conversation in progress needs."""
+        """End the episode, and drop what only a conversation in progress needs."""
         return dataclasses.replace(
             self,
             state="ended",
@@ -115,7 +115,7 @@ class Episode:
         )
 
     def replied(self, turn: int, messages: Sequence[Mapping[str, object]], reward: float) -> bool:
-        """Whether this is what the environment replied to a turn."""
+        """Whether the environment's recorded reply to this turn equals these messages and this reward."""
         said = self.transcript.messages
         answers = [place for place, each in enumerate(said) if each["role"] == "assistant"]
         given = said[answers[turn] + 1 : (*answers, len(said))[turn + 1]]

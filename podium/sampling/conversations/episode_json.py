@@ -1,4 +1,4 @@
-"""Completions, conversations and rewards as JSON, for the checkpoints of runs that carry them over. No jax."""
+"""Completions, conversations and rewards as JSON, for checkpoints of runs with carry-over. No jax."""
 
 import base64
 import json
@@ -17,7 +17,7 @@ from podium.tasks.task import Reward
 
 
 class CompletionRecord(TypedDict):
-    """A completion as JSON; the bits of arrays, 4 bytes a token, are in base 64."""
+    """A completion as JSON; arrays are stored as base64, 4 bytes a token."""
 
     tokens: str
     sampled_logprobs: str
@@ -27,15 +27,15 @@ class CompletionRecord(TypedDict):
     finish_reason: FinishReason | None
     choices: NotRequired[str]
     context_choices: NotRequired[str]
-    """The choices of experts, in `choice_format`; absent in models without experts."""
+    """The experts of each token, in `choice_format`; absent in models without experts."""
     choice_format: NotRequired[str]
-    """Missing if it is uint8."""
+    """Integer format of `choices`; absent if it is uint8."""
     choice_width: NotRequired[int]
-    """Number of choices for each token; only if there are no tokens, from which it would follow."""
+    """Number of experts per token; only present if there are no tokens to infer it from."""
 
 
 class SpanRecord(TypedDict):
-    """A `Span` of a transcript as JSON; given tokens have no log-probabilities and versions."""
+    """A `Span` of a transcript as JSON; tokens that the model did not sample have no log-probabilities or versions."""
 
     source: Source
     tokens: str
@@ -67,13 +67,13 @@ class RewardRecord(TypedDict):
     """A `Reward` as JSON."""
 
     total: float | None
-    """None: the conversation failed, or no reward function could grade the answer."""
+    """The total reward; None if the conversation failed, or no reward function could grade the answer."""
     parts: dict[str, float]
     weights: NotRequired[dict[str, float]]
-    """Missing in what older versions wrote."""
+    """Weight of each part; absent in records of older versions."""
     timed_out: bool
     turns: NotRequired[list[float]]
-    """Missing for a single answer."""
+    """Reward of each turn; absent for a single answer."""
 
 
 def completion_record(completion: Completion) -> CompletionRecord:
@@ -211,7 +211,7 @@ def _with_span(transcript: Transcript, record: SpanRecord) -> Transcript:
 
 
 def _rows(values: np.ndarray, rows: int, width: int = 0) -> np.ndarray:
-    """Values as rows; `width` is that of an array without rows."""
+    """Reshape values to rows; `width` is the row length if there are no rows."""
     return values.reshape(rows, len(values) // rows if rows else width)
 
 

@@ -1,18 +1,18 @@
-"""Holds conversations: turns are decoded by the engine while environments reply in other processes.
+"""Holds conversations: the engine decodes turns while environments reply in other processes.
 
-All conversations share the engine's slots. Replies that have come are admitted together before the engine's next step;
-when all conversations wait for their environments, so does this thread. A turn's draws depend on the run's seed, the
-prompt, the conversation's index, the turn and the position, never on when a reply came: delays change only the
-schedule.
+All conversations share the engine's slots. Replies that have arrived are admitted together before the engine's next
+step; if all conversations wait for their environments, so does this thread. The tokens sampled in a turn depend on the
+run's seed, the prompt, the conversation's index, the turn and the position, but never on when a reply arrived: delays
+change only the schedule.
 
-A step that has enough complete prompts leaves the other conversations where they are (`Episode.state`): what was drawn
-is taken out of the engine and goes on in the next call of `hold`, under newer weights, while environments stay open
+A step that has enough complete prompts interrupts the other conversations (`Episode.state`): sampled tokens are taken
+out of the engine and continue in the next call of `hold`, under newer weights, while environments stay open
 (`podium.sampling.conversations.conversation_carry`).
 
-A program that leads its conversation (`podium.tasks.conversations.program`) asks with messages or tokens. What follows
-the last answer extends the conversation; any other prompt begins a segment.
+A program that leads its conversation (`podium.tasks.conversations.program`) sends messages or tokens. If these continue
+the conversation after the last answer, they extend it; any other prompt begins a new segment.
 
-Where several hosts decode together, all of them do the same with the same conversations.
+If several hosts decode together, all of them do the same with the same conversations.
 """
 
 from collections.abc import Sequence
@@ -43,12 +43,12 @@ class Episodes:
         config: EnvironmentsConfig,
         exchange: Exchange | None = None,
     ) -> None:
-        """Hold nothing yet.
+        """Does not hold any conversation yet.
 
         Args:
-            engine: decodes.
-            dialogues: each task's chat format of conversations; None: its prompts are answered once.
-            environments: of this host.
+            engine: decodes the turns.
+            dialogues: the chat format of each task's conversations; None if the task's prompts are answered once.
+            environments: the environments of this host.
             rollout: limits of conversations.
             config: what happens if environments fail.
             exchange: set if hosts decode together; all hosts must then make the same calls.
@@ -72,18 +72,18 @@ class Episodes:
         """Hold `completions` conversations about each prompt; returns all episodes in order, and statistics.
 
         Args:
-            prompts: what to talk about.
+            prompts: the prompts of the conversations.
             sampling: settings of each turn.
-            completions: conversations, or single answers, of each prompt.
+            completions: number of conversations, or single answers, per prompt.
             on_episodes: called with a prompt's index and its episodes as soon as all of them have ended.
             on_poll: called before every step.
-            own: the prompts whose new environments are opened on this host; one that is open stays where it is.
-            begun: each prompt's episodes so far, or none, in a call that goes on where the last such call stopped; None
-                in other calls, between which those are left alone.
-            enough: called before every step with a flag per prompt that says whether it is complete; True returns
-                early, with episodes that have not ended. Unset: until all have ended.
+            own: the prompts whose new environments are opened on this host; open environments stay where they are.
+            begun: in a call that continues where the last such call stopped, each prompt's episodes so far (may be
+                empty); None in other calls, which leave set-aside episodes alone.
+            enough: called before every step with a flag per prompt that says whether it is complete; returning True
+                ends the call early, with unfinished episodes. Unset: continue until all have ended.
 
-        Raises what `on_poll`, `on_episodes` and `enough` raise, after ending all conversations.
+        If `on_poll`, `on_episodes` or `enough` raises, all conversations are ended first.
         """
         engine, client = self._engine, self.client
         engine.stats()
@@ -111,5 +111,7 @@ class Episodes:
         return made.episodes, engine.stats(), talks.counted.stats(idle_s=client.idle_s)
 
     def forget(self) -> None:
-        """End the environments of conversations that go on in the next carrying call, which then opens them again."""
+        """End the environments of conversations that are set aside for the next carrying call, which then opens new
+        ones.
+        """
         self.client.forget()

@@ -1,4 +1,4 @@
-"""A conversation in progress, while the engine and its environment take turns. No jax."""
+"""A conversation in progress between the engine and its environment. No jax."""
 
 import dataclasses
 import time
@@ -13,19 +13,20 @@ class Live:
     """A conversation in progress."""
 
     index: int
-    """Index of its prompt among those that are answered."""
+    """Index of the prompt among those that are being answered."""
     sample: int
-    """Index among the prompt's conversations."""
+    """Index of the conversation within its prompt."""
     episode: Episode = dataclasses.field(default_factory=lambda: Episode(state="beginning"))
-    """What there is of it; replaced as it goes on."""
+    """The conversation so far; replaced as it continues."""
     apart: bool = False
-    """Whether its environment is held by a process with one call at a time, because it may have ended another one."""
+    """Whether its environment runs in a process with one call at a time, because it may have ended another process."""
     number: int = -1
-    """Its number in `Environments`; another one for each environment that is opened."""
+    """Number of its environment in `Environments`; each new environment gets a new one."""
     due: int | None = None
-    """The step in which the answer of its environment is taken, if clocks must not decide; None: it was not asked."""
+    """With `rollout.reproducible`, the engine step in which its environment's answer is accepted; None if no answer is
+    awaited."""
     replay: Replay | None = None
-    """Its earlier answers, which its new environment is still told."""
+    """The replay of its earlier answers to a new environment, while that lasts."""
     key: Key | None = None
     tokens: tuple[int, ...] | None = None
     """Tokens of the prompt, once the environment has begun."""
@@ -36,5 +37,5 @@ class Live:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Sorts conversations by prompt, and by their index among the prompt's."""
+        """Sort key: prompt, then index within the prompt."""
         return self.index, self.sample

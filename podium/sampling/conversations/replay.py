@@ -1,7 +1,7 @@
 """Replays a conversation to a newly opened environment by sending the model's earlier answers again. No jax.
 
-An environment is gone if the run was continued, if another host held it, or if its process was lost. Its conversation
-goes on only if the new one answers as it did.
+An environment is lost if the run was resumed, if another host held it, or if its process ended. Its conversation
+continues only if the new environment gives the same answers.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from podium.tasks.conversations.conversing import Answered
 from podium.tasks.conversations.tool_calls import Calls
 
 CHANGED = (
-    "an environment must depend on nothing but its prompt, its seed and the answers (docs/carry-over.md); if it cannot,"
-    " set rollout.in_flight to 1"
+    "an environment must depend only on its prompt, its seed and the answers (docs/carry-over.md); if that is "
+    "impossible, set rollout.in_flight to 1"
 )
 
 
@@ -26,18 +26,18 @@ class Replay:
     """A resumed conversation whose earlier answers are sent again to a newly opened environment."""
 
     episode: Episode
-    """The conversation as it was."""
+    """The conversation before the replay."""
     dialogue: Dialogue
     moved: bool = False
-    """Whether its process was lost while the run went on: the conversation may be waiting for a turn of the model, and
-    if the new environment answers otherwise it begins again, without a failure."""
+    """Whether the process was lost during the run. Then the conversation may be waiting for a turn of the model, and if
+    the new environment answers differently, it restarts without counting as failed."""
     told: int = 0
     """Number of answers sent so far."""
 
     def change(self, answered: Answered, messages: Sequence[Message]) -> str | None:
-        """Say what the environment answers otherwise than before; None: nothing.
+        """Describe how the environment's answer differs from its earlier one; None if they are equal.
 
-        `messages` are those of its reply, cut to their limit.
+        `messages` are the reply's messages, cut to the limit.
         """
         if isinstance(answered.value, Reply):
             same = self.episode.replied(self.told - 1, messages, answered.value.reward)
@@ -48,7 +48,7 @@ class Replay:
         else:
             same = answered.value == self.episode.final_reward
             what = "its final reward"
-        return None if same else f"{what} is another one than before the run was continued: {CHANGED}"
+        return None if same else f"{what} differs from before the run was resumed: {CHANGED}"
 
     def next_turn(self) -> Turn | None:
         """The next answer to send; None if the environment has replied to all."""
@@ -58,7 +58,7 @@ class Replay:
         return self.turn(self.told - 1, self.episode.transcript)
 
     def turn(self, number: int, transcript: Transcript) -> Turn:
-        """The model's answer with this number in a transcript, as it was sent to the environment."""
+        """The model's answer number `number` in a transcript, as it was sent to the environment."""
         spans = transcript.spans
         place = [place for place, span in enumerate(spans) if span.drawn][number]
         span, before = spans[place], spans[place - 1].tokens.tolist()
@@ -66,6 +66,6 @@ class Replay:
 
 
 def turn_of(number: int, text: str, read: Calls) -> Turn:
-    """An answer of the model as its environment gets it."""
+    """An answer of the model in the form that environments receive."""
     calls = tuple(dataclasses.replace(each, id=call_id(number, place)) for place, each in enumerate(read.calls))
     return Turn(text=text, number=number, calls=calls, problem=read.problem, said=read.said)

@@ -18,20 +18,20 @@ from podium.tasks.conversation import Asking, Reply
 
 
 class AskingError(ValueError):
-    """A program asks what the model cannot answer; the message says why."""
+    """A program's request cannot be answered by the model; the message says why."""
 
 
 class Following(NamedTuple):
     """What the engine reads between an answer and the next turn."""
 
     tokens: list[int]
-    """Those that follow the answer."""
+    """Tokens to append after the answer."""
     whole: tuple[int, ...] | None
-    """The whole prompt of the next turn, where it is written again instead."""
+    """The whole prompt of the next turn, if it is rendered again instead of appended; otherwise None."""
 
 
 class Turns:
-    """What the turns of some prompts' conversations are drawn from."""
+    """Makes the engine's requests for the turns of conversations about some prompts."""
 
     def __init__(
         self,
@@ -42,48 +42,50 @@ class Turns:
         sampling: SamplingParams,
         completions: int,
     ) -> None:
-        """Prepare nothing yet.
+        """Does not prepare anything yet.
 
         Args:
-            engine: draws the turns; its vocabulary and stop tokens bound what a program may ask.
+            engine: decodes the turns; its vocabulary and stop tokens limit what a program may request.
             prompts: what the conversations are about; `Live.index` is an index into them.
-            dialogues: of each task, how its conversations are written; None: its prompts are answered once.
+            dialogues: the chat format of each task's conversations; None if the task's prompts are answered once.
             rollout: limits of conversations.
             sampling: settings of every turn, before limits.
-            completions: conversations, or single answers, of each prompt.
+            completions: number of conversations, or single answers, per prompt.
         """
         self.prompts, self.completions, self.limits = list(prompts), completions, rollout.limits
         self._engine, self._dialogues = engine, dialogues
         self._rollout, self._sampling = rollout, sampling
 
     def dialogue(self, index: int) -> Dialogue | None:
-        """How the conversations about a prompt are written; None: it is answered once."""
+        """The chat format of the conversations about a prompt; None if the prompt is answered once."""
         return self._dialogues[self.prompts[index].prompt.task]
 
     def dialogue_of(self, live: Live) -> Dialogue:
-        """How a conversation is written, with the tools that its program offers. ValueError if there is no way."""
+        """The chat format of a conversation, with the tools that its program offers. Raises ValueError if the model's
+        template cannot write it.
+        """
         dialogue = self.dialogue(live.index)
         assert dialogue is not None, "single answers have no environment"
         asking = live.episode.asking
         return dialogue if asking is None else dialogue.offering(asking.tools, asking.options)
 
     def begun(self, live: Live) -> str:
-        """The beginning of the next answer that its program prescribes; empty: none."""
+        """The beginning of the next answer that the conversation's program prescribes; empty if none."""
         asking = live.episode.asking
         if asking is None or asking.must_call is None:
             return ""
         return self.dialogue_of(live).begun(asking.must_call or None)
 
     def begun_tokens(self, live: Live) -> tuple[int, ...]:
-        """The same as tokens."""
+        """The tokens of `begun`."""
         return tuple(self.dialogue_of(live).tokenizer.chat_format.encode(self.begun(live)))
 
     def set_prompt(self, live: Live, first: str | Asking | None) -> None:
         """Set a conversation's prompt: its messages and tokens, to which the environment adds `first`.
 
         Raises:
-            AskingError: a program asks what cannot be answered.
-            ValueError: it is too long, or empty.
+            AskingError: a program's request cannot be answered.
+            ValueError: the prompt is too long, or empty.
         """
         prompt = self.prompts[live.index]
         if isinstance(first, Asking):
@@ -95,14 +97,14 @@ class Turns:
             live.tokens = prompt.tokens if first is None else dialogue.prompt(messages)
         limit, given = self._rollout.prompt_tokens, live.episode.opening.messages
         if len(live.tokens) > limit or not (given or live.episode.asking):
-            what = f"has {len(live.tokens)} tokens and rollout.max_prompt_tokens is {limit}; raise it"
-            what = what if given else "is empty: reset() must return its first message, or rows hold a prompt"
+            what = f"has {len(live.tokens)} tokens, and rollout.max_prompt_tokens is {limit}; raise it"
+            what = what if given else "is empty: reset() must return the first message, or rows must contain a prompt"
             raise ValueError(f"prompt {prompt.prompt.prompt.id} with its environment's first message {what}")
 
     def following(self, live: Live, reply: Reply) -> Following:
-        """Add the messages of a reply to its conversation; what the next turn reads.
+        """Add the messages of a reply to its conversation; returns the tokens that the next turn reads.
 
-        Raises ValueError if the chat template refuses the messages, or a program asks what cannot be answered.
+        Raises ValueError if the chat template refuses the messages, or if a program's request cannot be answered.
         """
         asking = reply.asking
         if asking is not None and asking.fresh:
@@ -128,7 +130,7 @@ class Turns:
         return Following(tokens, self._rendered(live, dialogue, messages))
 
     def _whole_prompt(self, live: Live, asking: Asking) -> tuple[int, ...]:
-        """The tokens of a program's whole prompt. Raises AskingError if it cannot be answered."""
+        """The tokens of a program's whole prompt. Raises AskingError if the model cannot answer it."""
         live.episode = dataclasses.replace(live.episode, asking=asking, opening=Opening(asking.messages))
         try:
             tokens = asking.tokens or (*self.dialogue_of(live).prompt(asking.messages), *self.begun_tokens(live))
@@ -138,29 +140,31 @@ class Turns:
         return tokens
 
     def _check(self, live: Live, tokens: tuple[int, ...]) -> None:
-        """Raises AskingError if the engine would refuse a program's tokens, or those that end its answers."""
-        engine = self._engine
+        """Raise AskingError if the engine would reject a program's tokens or stop tokens."""
+        engine, vocab = self._engine, self._engine.device.model.vocab
         try:
             if tokens:
-                check_tokens(tokens, engine.device.model.vocab, len(tokens), "")
+                check_tokens(tokens, vocab, len(tokens), "")
             sampling = dataclasses.replace(self.sampling_of(live, 0), max_new_tokens=1)
-            check_sampling(sampling, engine.tokenizer, engine.config.longest)
+            check_sampling(sampling, engine.tokenizer, longest=engine.config.longest, vocab=vocab)
         except ValueError as error:
-            raise AskingError(f"a program asked what cannot be answered: {error}") from error
+            raise AskingError(f"a program's request cannot be answered: {error}") from error
 
     def _rendered(self, live: Live, dialogue: Dialogue, new: Sequence[Message]) -> tuple[int, ...] | None:
-        """The conversation as the chat template renders it, where it goes on from that: at the user's messages."""
+        """The conversation as rendered by the chat template, if it continues from that rendering (at messages of the
+        user); otherwise None.
+        """
         segments = self._rollout.thinking == "segment"
         if not segments or not any(message.get("role") == "user" for message in new):
             return None
         return dialogue.prompt(live.episode.history)
 
     def fitting(self, dialogue: Dialogue, messages: Sequence[Message]) -> list[Message]:
-        """Messages of at most `rollout.limits.max_reply_tokens` tokens each; the middle of a longer one is cut out."""
+        """Shorten messages to at most `rollout.limits.max_reply_tokens` tokens each by cutting out the middle."""
         return [dialogue.fitting(message, self.limits.max_reply_tokens) for message in messages]
 
     def single_request(self, index: int, begun: Mapping[int, Completion]) -> Request:
-        """The engine's request for a prompt that is answered once, with what has been drawn so far."""
+        """The engine's request for a prompt that is answered once, with the tokens sampled so far."""
         prompt = self.prompts[index]
         return Request(
             prompt=prompt.tokens,
@@ -177,7 +181,7 @@ class Turns:
         ledgers: Mapping[int, tuple[int, ...]],
         begun: Mapping[int, Completion],
     ) -> Request:
-        """The engine's request for the next turn of a conversation, and of others that have come as far alike."""
+        """The engine's request for the next turn of a conversation, and of others with the same tokens so far."""
         return Request(
             prompt=prompt,
             sampling=self.sampling_of(live, len(ledgers.get(live.sample, prompt))),
@@ -189,12 +193,12 @@ class Turns:
         )
 
     def seed(self, live: Live) -> int:
-        """The seed of the draws of a conversation's next turn."""
+        """The sampling seed of a conversation's next turn."""
         seed, turn = self.prompts[live.index].seed, len(live.episode.turn_rewards)
         return request_seed(seed, "turn", turn) if turn else seed
 
     def sampling_of(self, live: Live, tokens: int) -> SamplingParams:
-        """The settings of the next turn of a conversation of `tokens` tokens."""
+        """The sampling settings of the next turn of a conversation that has `tokens` tokens."""
         asking = live.episode.asking
         wanted = () if asking is None else asking.stop_tokens
         own = () if self._engine.tokenizer is None else self._engine.tokenizer.eos_tokens
@@ -206,7 +210,7 @@ class Turns:
         )
 
     def _most(self, live: Live, tokens: int) -> int:
-        """Most tokens that a turn may draw in a conversation of `tokens` tokens."""
+        """Largest number of tokens that a turn may sample in a conversation that has `tokens` tokens."""
         most, asking = min(self._sampling.max_new_tokens, self._rollout.longest - tokens), live.episode.asking
         if asking is not None and asking.max_tokens is not None:
             most = min(most, asking.max_tokens)
@@ -214,7 +218,7 @@ class Turns:
         return most if drawn is None else min(most, drawn - live.episode.transcript.num_drawn)
 
     def why_none(self, live: Live, tokens: int) -> StopReason | None:
-        """Why a conversation of `tokens` tokens gets no further turn; None: it gets one."""
+        """Why a conversation that has `tokens` tokens gets no further turn; None if it gets one."""
         limits = self.limits
         if len(live.episode.turn_rewards) >= limits.max_turns:
             return "turns"
@@ -225,7 +229,7 @@ class Turns:
         return "length" if self._most(live, tokens) < 1 else None
 
     def why_cut(self, live: Live) -> StopReason:
-        """Which limit cut a turn."""
+        """The limit that cut a turn."""
         most = self.limits.max_drawn_tokens
         return "drawn" if most is not None and live.episode.transcript.num_drawn >= most else "length"
 

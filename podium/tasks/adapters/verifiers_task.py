@@ -156,8 +156,8 @@ class Verifiers(PaidByEnvironment):
     def _unusable(self, error: Exception) -> ValueError:
         why = next((line.strip() for line in str(error).splitlines() if line.strip(" *")), type(error).__name__)
         return ValueError(
-            f"verifiers:{self.taskset_id} cannot be loaded: {why}; its package must be installed, and what it reads be"
-            " there: games of textarena need nltk's words, runtimes in the cloud an account"
+            f"verifiers:{self.taskset_id} cannot be loaded: {why}; install its package and everything that it reads: "
+            "textarena's games need nltk's words, cloud runtimes an account"
         )
 
 

@@ -1,1 +1,1 @@
-"""Conversations: their interface, environments and tools, and the processes that hold them. No jax."""
+"""Conversations: their interface, environments and tools, and the processes that run them. No jax."""

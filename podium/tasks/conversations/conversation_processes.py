@@ -1,4 +1,4 @@
-"""Processes, or threads of the trainer, that hold conversations.
+"""Processes, or threads of the trainer, in which conversations run.
 
 A process that ends loses its conversations, and so does one that does not respond: a conversation may hold the
 interpreter's lock, stop the process, or block the event loop that others share. If a single conversation had a call in
@@ -26,7 +26,7 @@ class Event(NamedTuple):
 
     holder: "Holder"
     answered: Answered | None
-    """An answer; None: the process responds."""
+    """An answer; None if the event only shows that the process responds."""
     ended: bool = False
     """Whether the process has ended, which also ends the conversation."""
 
@@ -38,9 +38,9 @@ class Threads:
     """Conversations in the trainer's process. A call that hangs there cannot be killed."""
 
     def __init__(self, tasks: Sequence[TaskConfig], events: Events) -> None:
-        """Prepare the conversations of these tasks."""
+        """Prepare the conversations of `tasks`."""
         self.numbers: set[int] = set()
-        """The conversations that it holds."""
+        """Numbers of the conversations in this process."""
         self._host = Host(tasks)
         self._events = events
 
@@ -77,15 +77,17 @@ class Process:
         serial: bool,
         hidden: Sequence[str],
     ) -> None:
-        """Start the process. `ended` is called, on any thread, with the reason when it ends; with `serial` it carries
-        out one request at a time; it does not get the `hidden` environment variables.
+        """Start the process.
+
+        `ended` is called, on any thread, with the reason when the process ends. With `serial` the process handles one
+        request at a time. It does not get the `hidden` environment variables.
 
         Raises OSError if this machine has too little memory, or too many processes, for another one.
         """
         self.numbers: set[int] = set()
-        """The conversations that it holds."""
+        """Numbers of the conversations in this process."""
         self._turns: deque[Asked] | None = deque() if serial else None
-        """The request in progress and those queued behind it; None if requests run at the same time."""
+        """The request in progress and those queued after it; None if requests run concurrently."""
         self._events, self._ended = events, ended
         self.worker = Worker("podium.tasks.conversations.conversing", list(tasks), self._take, hidden=hidden)
 
@@ -99,14 +101,14 @@ class Process:
         return True
 
     def drop(self, number: int) -> int | None:
-        """End a conversation without a reward. Sends the next queued request as `next` does, and returns the same."""
+        """End a conversation without a reward. Sends the next queued request, and returns the same as `next`."""
         self._post(Close(number, graded=False))
         return self.next(number)
 
     def next(self, ended: int) -> int | None:
         """Send the next queued request, after a request has ended or was dropped.
 
-        Returns its conversation; None if the queue is empty.
+        Returns the request's conversation; None if the queue is empty.
         """
         if not self._turns:
             return None
@@ -125,7 +127,7 @@ class Process:
         try:
             self.worker.ask([asked.number], [asked])
         except UnsendableError as error:
-            why = f"its prompt cannot be sent to another process ({error}); give its rows plain values"
+            why = f"the conversation's prompt cannot be sent to another process ({error}); use plain values in its row"
             self._events.put(Event(self, Answered(asked.number, "failed", why)))
 
     def _take(self, received: Received) -> None:
@@ -146,8 +148,8 @@ class Pool:
     """A run's processes or threads, and their conversations."""
 
     def __init__(self, tasks: Sequence[TaskConfig], workers: int, events: Events, *, hidden: Sequence[str]) -> None:
-        """Create the pool without starting a process. `workers` processes hold conversations, and up to as many more
-        after a loss; 0: threads. Processes do not get the `hidden` environment variables.
+        """Create the pool without starting a process. Conversations run in `workers` processes, and up to as many more
+        after a loss; 0: in threads. Processes do not get the `hidden` environment variables.
         """
         self._tasks, self._most = tasks, workers
         self._events = events
@@ -161,7 +163,7 @@ class Pool:
         """Number of consecutive processes that ended without a call in progress."""
 
     def place(self, number: int, *, apart: bool) -> None:
-        """Give a conversation a home; `apart`: among those with one call at a time.
+        """Assign a conversation to a process or threads; `apart`: to a process with one call at a time.
 
         Raises ValueError if no process can be started.
         """
@@ -174,11 +176,13 @@ class Pool:
             self._homes[number] = holder
 
     def home(self, number: int) -> Holder | None:
-        """What holds a conversation; None if nothing does."""
+        """The process or threads of a conversation; None if it has none."""
         return self._homes.get(number)
 
     def forget(self, number: int) -> Holder | None:
-        """Remove a conversation from its holder, which is returned; a retired one without conversations is ended."""
+        """Remove a conversation from its holder, and return the holder; a retired holder without conversations is
+        ended.
+        """
         with self._lock:
             holder = self._homes.pop(number, None)
             if holder is None:
@@ -204,7 +208,7 @@ class Pool:
         self._unexplained = 0
 
     def close(self) -> None:
-        """End all of them."""
+        """End all processes and threads."""
         with self._lock:
             holders = (*self._shared, *self._serial, *self._retired)
             for each in (self._shared, self._serial, self._retired, self._homes):

@@ -1,8 +1,7 @@
-"""Holds conversations: in a process that `podium.tasks.conversations.environments` starts, or in threads of the
-trainer.
+"""Runs conversations, in a process that `podium.tasks.conversations.environments` starts, or in threads of the trainer.
 
-Each request is answered on its own thread, and async code runs on one event loop, so that slow replies overlap. Time
-limits are enforced by the trainer's side, not here.
+Each request is answered on its own thread, and async code runs on one event loop, so that slow replies overlap. The
+trainer enforces time limits, not this module.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ class Say(NamedTuple):
 
 
 class Close(NamedTuple):
-    """Request to end a conversation; `graded`: and to return its final reward."""
+    """Request to end a conversation; `graded`: whether to return its final reward."""
 
     number: int
     graded: bool
@@ -55,7 +54,8 @@ class Answered(NamedTuple):
 
     number: int
     kind: Literal["opened", "replied", "graded", "failed", "lost"]
-    """lost: its process ended or does not respond, and this conversation is not known to be the cause."""
+    """What happened; lost: the process ended or does not respond, and this conversation is not known to be the
+    cause."""
     value: str | Asking | Reply | float | None = None
     """Depending on the request and outcome: the text to append to the prompt or a program's first request, the reply,
     the final reward, a traceback, or why the conversation was lost."""
@@ -65,7 +65,7 @@ class Answered(NamedTuple):
     process."""
     apart: bool = False
     """Whether the conversation must continue, or restart, in a process that carries out one call at a time, because it
-    may be what ends processes."""
+    may have caused the end of a process."""
 
 
 class Host:
@@ -84,7 +84,7 @@ class Host:
         start = time.perf_counter()
         try:
             answered = self._answered(asked)
-        except BaseException as error:  # a user's environment may raise anything, even while it is closed
+        except BaseException as error:  # a user's environment may raise anything, even while it closes
             answered = Answered(asked.number, "failed", traceback_of(error))
             with contextlib.suppress(BaseException):
                 self._answered(Close(asked.number, graded=False))
@@ -97,7 +97,7 @@ class Host:
                 assert held is not None, "the task has conversations"
                 prompt = dataclasses.replace(
                     asked.prompt, metadata=copied(dict(asked.prompt.metadata))
-                )  # as in a process
+                )  # as from another process
                 running = held.open(prompt, asked.seed, self.loop.resolve)
                 self._open[asked.number] = running
                 return Answered(asked.number, "opened", plain_first(running.begin()))
@@ -124,7 +124,7 @@ def _allow_open_files() -> None:
 
 
 def main(connection: int, lifeline: int) -> None:
-    """Hold conversations until the trainer ends this process, or ends itself."""
+    """Run conversations until the trainer ends this process, or the trainer itself ends."""
     parent = Parent(connection, lifeline)
     host = Host(parent.setup())
 

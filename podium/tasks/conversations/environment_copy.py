@@ -34,7 +34,7 @@ class Copied:
 def _pickled(value: object) -> bytes | None:
     try:
         return pickle.dumps(value)
-    except BaseException:  # other people's objects may raise anything
+    except BaseException:  # users' objects may raise anything
         return None
 
 

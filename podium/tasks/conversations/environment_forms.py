@@ -1,10 +1,9 @@
-"""Makes conversations from what users write: functions, classes in TRL's form, gym-like classes, and tasks with `open`.
+"""Makes conversations from users' functions, classes in TRL's form, gym-like classes, and tasks with `open`.
 
-tools         answers are read for calls, and end the conversation when they have none; the task grades the last one
-TRL's form    `reset(**row)`, public methods as tools, `get_reward()`, any of them async
-gym-like      `reset(seed=...)`, `step(text)`
-conversation  `Class(prompt, seed)` with `reply(turn)` (`podium.tasks.conversation`)
-task          a task with `open(prompt, seed)`
+tools calls in answers are run; an answer without calls ends the conversation, and the task grades it TRL's form
+`reset(**row)`, public methods as tools, `get_reward()`, any of them async gym-like `reset(seed=...)`, `step(text)`
+conversation `Class(prompt, seed)` with `reply(turn)` (`podium.tasks.conversation`) task a task with `open(prompt,
+seed)`
 """
 
 import functools
@@ -28,7 +27,7 @@ OF_GYM = {"reset", "step", "close", "render", "seed"}
 
 
 class Running(Protocol):
-    """A conversation as its process drives it; its methods wait for async code."""
+    """The interface by which a process drives a conversation; the methods wait for async code."""
 
     @property
     def environment(self) -> object:
@@ -58,13 +57,13 @@ class Conversing(NamedTuple):
     open: Callable[[Prompt, int, Resolve], Running]
     tools: tuple[ToolSchema, ...]
     rewards: bool
-    """Whether conversations return their own reward, which then is the `correct` part."""
+    """Whether conversations give a reward, which is then the `correct` part."""
     begins: bool = True
     """Whether the environment may append text to the prompt."""
 
 
 def conversing(config: TaskConfig) -> Conversing | None:
-    """How a task's conversations are held; None if its prompts are answered once.
+    """How a task's conversations are created; None if its prompts are answered once.
 
     Raises ValueError if a tool or an environment is unusable.
     """
@@ -82,7 +81,9 @@ def conversing(config: TaskConfig) -> Conversing | None:
         if led_by_program(config) and (functions or config.system_prompt):
             raise ValueError(f"{config.name}: its programs write all messages; remove tools and system_prompt")
         if functions:
-            raise ValueError(f"tools: {config.name} has its own conversations; it names its tools itself")
+            raise ValueError(
+                f"tools: {config.name} has its own conversations and chooses its tools itself; remove tools"
+            )
         by_name(own)
         return Conversing(functools.partial(_opened, opener), tuple(map(tool_schema, own)), rewards=True)
     if not functions and not own:
@@ -97,6 +98,14 @@ def led_by_program(config: TaskConfig) -> bool:
     return getattr(find_task(config.name), "led_by_program", False)
 
 
+def scores_itself(config: TaskConfig) -> bool:
+    """Whether a task's environment has TRL's `get_reward`; if that returns None, the answer is not graded instead."""
+    if config.environment is None:
+        return False
+    kind = _kind(imported(config.environment, what="an environment"))
+    return form_of(kind) == "trl" and hasattr(kind, "get_reward")
+
+
 def machine_checks(config: TaskConfig) -> list[Callable[[], str]]:
     """The functions `check_machine` of a task, its environment and its tools; `podium.tasks.task` describes them."""
     kind = find_task(config.name)
@@ -109,8 +118,10 @@ def machine_checks(config: TaskConfig) -> list[Callable[[], str]]:
 def _of_class(name: str, environment: object, functions: Sequence[Tool]) -> Conversing:
     """Conversations with instances of a class. Raises ValueError if the class has none of the supported forms."""
     if not callable(environment):
-        raise ValueError(f"{name!r} is {environment!r:.80}; an environment is a class, or a function that makes one")
-    kind = environment if inspect.isclass(environment) else type(environment())
+        raise ValueError(
+            f"{name!r} is {environment!r:.80}; an environment must be a class, or a function that creates one"
+        )
+    kind = _kind(environment)
     match form_of(kind):
         case "conversation":
             made = cast(Callable[[Prompt, int], object], environment)
@@ -118,7 +129,9 @@ def _of_class(name: str, environment: object, functions: Sequence[Tool]) -> Conv
             return Conversing(functools.partial(_opened, made), schemas, rewards=True)
         case "gym":
             if functions:
-                raise ValueError(f"tools: {name} uses each answer as a step; remove the tools")
+                raise ValueError(
+                    f"tools: {name} uses each answer as a step, so its model cannot call tools; remove them"
+                )
             make = cast(Callable[[], object], environment)
             return Conversing(lambda prompt, seed, resolve: _Gym(make(), seed, resolve), (), rewards=True)
         case "trl":
@@ -138,8 +151,13 @@ def _of_class(name: str, environment: object, functions: Sequence[Tool]) -> Conv
             )
 
 
+def _kind(environment: Callable[[], object]) -> type:
+    """The class of an environment that is a class, or a function that makes one."""
+    return environment if inspect.isclass(environment) else type(environment())
+
+
 def form_of(kind: type) -> Form | None:
-    """Which form a class has; None if it has no supported form."""
+    """The form of a class; None if it has no supported form."""
     if callable(getattr(kind, "reply", None)):
         return "conversation"
     if not callable(getattr(kind, "reset", None)):
@@ -151,14 +169,14 @@ def form_of(kind: type) -> Form | None:
 
 
 def _tool_names(kind: type) -> list[str]:
-    """The names of a class's methods that are tools in TRL's form; static methods are not."""
+    """The names of a class's methods that are tools in TRL's form; static methods are excluded."""
     kinds = {name: inspect.getattr_static(kind, name) for name in dir(kind) if not name.startswith("_")}
     methods = [name for name, found in kinds.items() if inspect.isfunction(found) or isinstance(found, classmethod)]
     return [name for name in methods if name not in OF_THE_TRAINER]
 
 
 def _unbound(kind: type, name: str) -> Tool:
-    """A method of a class, for its signature; no instance is created."""
+    """A class's method, without creating an instance; for reading its signature."""
     method = getattr(kind, name)
     return method if inspect.ismethod(method) else types.MethodType(method, object())
 
@@ -212,7 +230,7 @@ class _Tools:
 
 
 class _Methods:
-    """An instance of a class in TRL's form; its public methods are tools, beside functions."""
+    """An instance of a class in TRL's form; its public methods are tools, in addition to functions."""
 
     def __init__(
         self, environment: object, functions: Sequence[Tool], prompt: Prompt, seed: int, resolve: Resolve

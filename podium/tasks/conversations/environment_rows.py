@@ -11,8 +11,8 @@ class EnvironmentRows:
     """Rows for an environment: `tasks: [{environment: mymodule:Wordle, path: rows.jsonl}]`.
 
     A row's `question`, or `prompt`, is the first message: text, or a list of messages; `reset` may add to it. If rows
-    have both, the option `question` says which one. Without path or dataset there are `episodes` prompts to train on
-    and `eval_episodes` others for evaluation, and the number of a prompt seeds its environment.
+    have both, the option `question` names the column. Without path or dataset there are `episodes` prompts to train on
+    and `eval_episodes` others for evaluation, and a prompt's number seeds its environment.
     """
 
     system_prompt: str | None = None
@@ -41,12 +41,12 @@ class EnvironmentRows:
         column = question_column("environment", self.columns, rows)
         if self.columns is not ASKED and column not in rows[0][1]:
             raise ValueError(
-                f"environment: {rows[0][0]}: no column {column!r} (the question); it has {', '.join(rows[0][1])}"
+                f"environment: {rows[0][0]}: no column {column!r} (the question); choose one of {', '.join(rows[0][1])}"
             )
         return [_prompt(f"environment/{split}/{index}", *each, column) for index, each in enumerate(rows)]
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """1 if the last answer equals the row's `answer`, for environments that pay no reward themselves."""
+        """1 if the last answer equals the row's `answer`, for environments that give no reward."""
         if not prompt.answer:
             raise ValueError("the environment has no get_reward, and the row has no answer; set a reward function")
         return float(is_correct(completion, prompt.answer))

@@ -1,9 +1,9 @@
-"""Runs the conversations of a run's tasks in processes beside the trainer, or in threads of it.
+"""Runs the conversations of a run's tasks in separate processes, or in threads of the trainer.
 
 Requests return at once; `next` returns their answers one by one, and may wait. If a request is not answered within the
-time limit, its process is asked to respond. If it responds, only that request hangs, and it has failed; the process
-gets no further conversations, and ends after its current ones. If it does not respond, it is killed.
-`conversation_processes` decides which conversation is to blame; the others are lost, and must be opened again.
+time limit, its process is asked to respond. If the process responds, only that request hangs and counts as failed; the
+process gets no further conversations, and ends after its current ones. If the process does not respond, it is killed.
+`conversation_processes` decides which conversation is the cause; the others are lost, and must be opened again.
 """
 
 import functools
@@ -43,8 +43,8 @@ class Environments:
     def __init__(
         self, tasks: Sequence[TaskConfig], config: EnvironmentsConfig, *, judges: Sequence[JudgeConfig] = ()
     ) -> None:
-        """Create it without starting a process. `tasks` are in the order of `TaskPrompt.task`; processes get no API
-        keys, such as those of `judges`.
+        """Does not start a process yet. `tasks` are in the order of `TaskPrompt.task`; processes do not get API keys,
+        such as those of `judges`.
         """
         self._tasks = list(tasks)
         self._timeout_s = config.timeout_s
@@ -55,7 +55,7 @@ class Environments:
         self._kept: set[int] = set()
         """Conversations whose environment a reward function needs."""
         self._deadlines: dict[int, float] = {}
-        """When each open request exceeds its time limit, earliest first: all have the same limit."""
+        """Deadline of each open request, earliest first; all have the same time limit."""
         self._awaited: dict[int, _Awaited] = {}
         """Requests that exceeded their time limit, or whose process is still starting."""
         self.keeps = functools.cache(lambda task: asks_for_environment(self._tasks[task]))
@@ -66,8 +66,8 @@ class Environments:
     def open(self, number: int, task: int, prompt: Prompt, seed: int, *, apart: bool = False) -> None:
         """Begin a conversation under its own number.
 
-        `apart`: in a process that carries out one request at a time, because it may have ended another process.
-        Raises ValueError if no process can be started.
+        `apart`: in a process that handles one request at a time, because the conversation may have ended another
+        process. Raises ValueError if no process can be started.
         """
         self._pool.place(number, apart=apart)
         if self.keeps(task):
@@ -75,7 +75,7 @@ class Environments:
         self._ask(Open(number, task, prompt, seed))
 
     def holds(self, number: int) -> bool:
-        """Whether a conversation was opened here and is still in progress."""
+        """Whether a conversation was opened here and has not ended."""
         return self._pool.home(number) is not None
 
     def say(self, number: int, turn: Turn) -> None:
@@ -87,7 +87,7 @@ class Environments:
         self._ask(Close(number, graded=True, keep=number in self._kept))
 
     def drop(self, number: int) -> None:
-        """End a conversation; `next` returns nothing more of it."""
+        """End a conversation; `next` returns no more answers of it."""
         holder = self._forget(number)
         if holder is not None:
             self._start_clock(holder.drop(number), holder)
@@ -129,7 +129,7 @@ class Environments:
             self._start_clock(asked.number, holder)
 
     def _start_clock(self, number: int | None, holder: Holder) -> None:
-        """Limit the time of a request that was sent, if one was, from when its process has started."""
+        """Start the time limit of a request, if one was sent; the time counts from when its process has started."""
         if number is None:
             return
         if isinstance(holder, Process) and not holder.worker.responded(STARTED):
@@ -139,7 +139,9 @@ class Environments:
             self._deadlines[number] = time.monotonic() + self._timeout_s
 
     def _accepted(self, event: Event, answered: Answered) -> Answered | None:
-        """An answer, unless its request was dropped or has failed; or the loss of a conversation without a request."""
+        """Return an answer unless its request was dropped or has failed; also returns the loss of a conversation
+        without a request.
+        """
         self._start_clock(event.holder.next(answered.number), event.holder)
         is_open = answered.number in self._deadlines or answered.number in self._awaited
         if self._pool.home(answered.number) is not event.holder or not (is_open or event.ended):
@@ -153,7 +155,7 @@ class Environments:
         return answered
 
     def _late(self) -> Answered | None:
-        """Handle a request that exceeded the time limit: it fails once the process has proved to respond otherwise."""
+        """Handle a request that exceeded the time limit: it fails once the process has shown that it still responds."""
         now = time.monotonic()
         for number in [number for number, until in self._deadlines.items() if until <= now]:
             del self._deadlines[number]

@@ -2,10 +2,10 @@
 
     POST /KEY/v1/chat/completions    messages in, a message or calls of tools out; streamed in one piece
     POST /KEY/inference/v1/generate  token ids in and out, with log-probabilities
-    GET  /KEY/v1/models              a model; requests may name any
+    GET  /KEY/v1/models              the model; requests may use any model name
 
-The key identifies the conversation of a request; with the key `sessions`, the header `X-Session-ID` does. Requests
-of a conversation are answered one by one. The run's sampling settings apply: of a request's sampling fields only
+The key identifies the conversation of a request; with the key `sessions`, the header `X-Session-ID` does. Requests of a
+conversation are answered one by one. The run's sampling settings apply: of a request's sampling fields only
 `max_tokens` and `stop_token_ids` are used; the response header X-Podium-Ignored lists the ignored ones.
 """
 
@@ -41,7 +41,7 @@ from podium.serve.documents import (
 from podium.tasks.conversation import Asking, Turn
 
 MAX_BODY = 64 << 20
-"""Bytes."""
+"""Largest request body in bytes."""
 SESSIONS = "sessions"
 SESSION_HEADER = "X-Session-ID"
 POSTS = {"v1/chat/completions": ChatBody, "inference/v1/generate": GenerateBody}
@@ -95,9 +95,7 @@ class Line:
 
 
 class Prompts:
-    """Interprets a program's requests, given the earlier ones: as the continuation of a conversation, or as a whole
-    prompt.
-    """
+    """Interprets a program's requests as continuations of the conversation so far, or as whole new prompts."""
 
     def __init__(self) -> None:
         """Start without earlier requests."""
@@ -159,7 +157,7 @@ def _check(body: Sampling, prefix: str) -> None:
 
 
 def _content(message: Message) -> tuple[object, ...]:
-    """What equal messages have in common: all but outer spaces and the ids of calls."""
+    """Key for comparing messages: everything except outer whitespace and the ids of calls."""
     calls = message.get("tool_calls")
     functions = [_function(call) for call in calls] if isinstance(calls, list) else []
     return message["role"], str(message["content"] or "").strip(), functions
@@ -174,7 +172,7 @@ def _said(turn: Turn) -> str:
 
 
 class Server:
-    """The server of this process, and its conversations."""
+    """The loopback server of this process, and its conversations."""
 
     def __init__(self) -> None:
         """Listen on a free port."""
@@ -226,10 +224,10 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)  # pyright: ignore[reportArgumentType]
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log nothing."""
+        """Suppress logging."""
 
     def do_GET(self) -> None:
-        """List the only model."""
+        """Answer with the list of models, which has one entry."""
         if self.path.partition("/v1/")[2] == "models":
             self._send(200, list_document([model_document(MODEL, 0)]))
             return
@@ -257,7 +255,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise RequestError("Transfer-Encoding: chunked bodies are not supported; send Content-Length", status=411)
         if said.isdecimal() and int(said) <= MAX_BODY:
             return int(said)
-        self.close_connection = True  # the unread body would be taken for the next request
+        self.close_connection = True  # the unread body would be parsed as the next request
         if said.isdecimal():
             raise too_large(MAX_BODY)
         raise RequestError(f"Content-Length: expected a number of bytes, got {said!r}")

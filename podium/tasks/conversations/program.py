@@ -1,5 +1,5 @@
-"""Programs as environments: any program that uses an OpenAI server can play an episode with the model that is being
-trained.
+"""Programs as environments: any program that uses an OpenAI-compatible server can play an episode with the model in
+training.
 
 A program leads its conversation: it requests answers (`podium.tasks.conversations.loopback`) until it ends. Each
 request becomes a turn like those of other environments, with the same limits, seeds and failures. A request that
@@ -39,19 +39,19 @@ class Playing(Protocol):
         ...
 
     def stop(self) -> None:
-        """End it."""
+        """Kill the program."""
         ...
 
 
 Start = Callable[[Line], Playing]
-"""Starts a program that sends its requests through this line, and ends the line when the program ends."""
+"""Starts a program that sends its requests through a line, and ends the line when the program ends."""
 
 
 class Led:
-    """A conversation that a program leads."""
+    """A conversation led by a program."""
 
     def __init__(self, start: Start) -> None:
-        """Create it without starting the program."""
+        """Does not start the program yet."""
         self._start = start
         self._line = Line()
         self._prompts = Prompts()
@@ -65,7 +65,7 @@ class Led:
         asking = self._next()
         if asking is None:
             self._playing.reward()
-            raise RuntimeError("the program ended before it asked the model anything")
+            raise RuntimeError("the program ended without sending a request to the model")
         return asking
 
     def reply(self, turn: Turn) -> Reply:
@@ -78,11 +78,11 @@ class Led:
         return Reply(done=True) if asking is None else Reply(asking=asking)
 
     def grade(self) -> float:
-        """The program's reward, once it has ended; 0 if it failed because a limit ended the conversation."""
+        """Wait for the program's end, and return its reward; 0 if it failed because a limit ended the conversation."""
         assert self._playing is not None, "it has begun"
         if self._ended:
             return self._playing.reward()
-        error = "context_length_exceeded: a limit of the run has ended this conversation; it gets no further answers"
+        error = "context_length_exceeded: a limit of the run has ended this conversation; it gets no more answers"
         self._line.refuse(RequestError(error, code="context_length_exceeded"))
         try:
             return self._playing.reward()
@@ -112,9 +112,9 @@ class Led:
 class Program(PaidByEnvironment):
     """A program that uses an OpenAI server: `tasks: [{name: program, options: {command: [python, agent.py]}}]`.
 
-    It is started for each episode with the environment variables OPENAI_BASE_URL and OPENAI_API_KEY, PODIUM_SEED (the
-    same for all episodes of a prompt), and PODIUM_ROW, a JSON object: the row of `path`, or `split` and `number`. The
-    last line that it prints is the reward.
+    The program is started for each episode with the environment variables OPENAI_BASE_URL and OPENAI_API_KEY,
+    PODIUM_SEED (the same for all episodes of a prompt), and PODIUM_ROW, a JSON object: the row of `path`, or `split`
+    and `number`. The last line that it prints is the reward.
     """
 
     led_by_program = True
@@ -148,13 +148,13 @@ class Program(PaidByEnvironment):
         ]
 
     def open(self, prompt: Prompt, seed: int) -> Led:
-        """An episode."""
+        """Make an episode; its program is not started yet."""
         told = {"PODIUM_SEED": str(seed), "PODIUM_ROW": json.dumps(dict(prompt.metadata))}
         return Led(lambda line: Process(self.command, told, line))
 
 
 class Process:
-    """A program in a child process, in the process group of this one."""
+    """A program in a child process, in this process's group."""
 
     def __init__(self, command: Sequence[str], told: Mapping[str, str], line: Line) -> None:
         """Start the program, with environment variables in addition to those of this process."""
@@ -164,7 +164,7 @@ class Process:
             "NO_PROXY": ",".join(filter(None, ("127.0.0.1", os.environ.get("NO_PROXY")))),
         }
         self._name = " ".join(command)
-        # Files, not pipes: a process that outlives the program would hold a pipe open, so that its end never comes.
+        # Files, not pipes: a process that outlives the program would keep a pipe open, so that reading would never end.
         with contextlib.ExitStack() as files:
             self._said, self._errors = (files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
             self._process = subprocess.Popen(

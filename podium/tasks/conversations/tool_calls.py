@@ -1,5 +1,5 @@
-"""Reads the calls of tools that a model wrote, in the forms of `FORMS`, and describes tools to models whose template
-does not. What cannot be read is a problem for the model to mend, never an error.
+"""Parses the tool calls that a model wrote, in the forms of `FORMS`, and describes tools to models whose template does
+not. What cannot be parsed is reported to the model, and never raises an error.
 
 tags        `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number, among other text (Qwen2.5, Qwen3,
             SmolLM, Hermes)
@@ -46,25 +46,25 @@ QUOTE = '<|"|>'
 IN_BRACES = re.compile(
     rf"{re.escape(QUOTE)}(.*?){re.escape(QUOTE)}|\"?([^\s{{}}\[\],:<\"]+)\"?\s*:|([^\s{{}}\[\],:<\"]+)", re.DOTALL
 )
-"""A text, or a key, or another value."""
+"""Matches a text, a key, or another value."""
 LIST_OPEN, LIST_CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
 STRING = re.compile(r"'(?:[^'\\]|\\.?)*(?:'|\Z)|\"(?:[^\"\\]|\\.?)*(?:\"|\Z)", re.DOTALL)
-"""A text in Python; one that is never closed reaches to the end, so that the search takes linear time."""
+"""Matches a text in Python; an unclosed text extends to the end, so that the search takes linear time."""
 INVOKED = re.compile(r"\s*<atem:invoke name=\"([^\">]+)\">(.*?)(?:</atem:invoke>\s*)?", re.DOTALL)
 ATEM_PARAMETER = re.compile(r"<atem:parameter name=\"([^\">]+)\">(.*?)</atem:parameter>", re.DOTALL)
 SPACES = re.compile(r"\s*")
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 MOST_DIGITS = 4_000
-"""Of a whole number in a call; Python reads up to 4,300."""
+"""Most digits of an integer in a call; Python parses up to 4,300."""
 IN_PYTHON = {"True": True, "False": False, "None": None}
 
 THOUGHTS = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"), ("[THINK]", "[/THINK]"))
-"""The marks around what a model thinks before it answers (Qwen and others, Gemma 4, Magistral)."""
+"""The marks around a model's thinking before its answer (Qwen and others, Gemma 4, Magistral)."""
 THOUGHT_MARKS = ("<think>", "</think>", "<|channel>", "<channel|>", "[THINK]", "[/THINK]")
-"""Those of them that may be special tokens."""
+"""Marks in THOUGHTS that may be special tokens."""
 
 Types = Mapping[str, Mapping[str, object]]
-"""The schemas of arguments, by the names of tool and argument joined by a line break."""
+"""The schemas of arguments, by tool and argument name joined by a line break."""
 
 
 class Calls(NamedTuple):
@@ -72,9 +72,9 @@ class Calls(NamedTuple):
 
     calls: tuple[ToolCall, ...] = ()
     problem: str = ""
-    """What is wrong with the first that cannot be read; there are then no `calls`."""
+    """What is wrong with the first call that cannot be parsed; then `calls` is empty."""
     said: str = ""
-    """The rest of the answer."""
+    """The rest of the answer, without calls."""
 
 
 class Form(NamedTuple):
@@ -83,21 +83,23 @@ class Form(NamedTuple):
     marks: tuple[str, ...]
     """Texts around calls, which are special tokens of some models."""
     pattern: re.Pattern[str]
-    """Finds what `read` reads, as its first group."""
+    """Finds a call; its first group is the input of `read`."""
     read: Callable[[str, Types], list[ToolCall]]
-    """The calls in it. Raises ValueError, for the model, if it cannot be read."""
+    """Parses the calls. Raises ValueError, with a message for the model, if they cannot be parsed."""
     example: str
     ends: tuple[str, ...] = ()
-    """Texts at which a call ends, where its beginning can be read as a call with fewer arguments; otherwise none."""
+    """Texts that end a call, for forms in which the beginning of a call parses as a call with fewer arguments;
+    otherwise empty."""
 
 
 def read_calls(
     text: str, form: CallForm, tools: Sequence[ToolSchema] = (), *, thinking: bool = False, cut: bool = False
 ) -> Calls:
-    """The calls in an answer; calls inside a thought, closed or not, are none.
+    """Parse the calls in an answer; calls inside the model's thinking, closed or not, do not count.
 
-    `tools` say which arguments are texts, where the form does not. `thinking`: the answer begins inside a thought,
-    which the prompt has opened. `cut`: a limit ended the answer, so that its last call may lack arguments.
+    `tools` tell which arguments are texts, if the form does not. `thinking`: whether the answer begins inside the
+    thinking, because the prompt opened it. `cut`: whether a limit ended the answer, so that its last call may lack
+    arguments.
     """
     begin, end = _beyond_thoughts(text, thinking=thinking)
     answer, shape = text[begin:], FORMS[form]
@@ -117,12 +119,12 @@ def read_calls(
 
 
 def opens_thought(text: str) -> bool:
-    """Whether a prompt ends with the opening of a thought, so that the answer begins inside it."""
+    """Whether a prompt ends by opening the model's thinking, so that the answer begins inside it."""
     return text.rstrip().endswith(tuple(opening for opening, _ in THOUGHTS))
 
 
 def _beyond_thoughts(text: str, *, thinking: bool) -> tuple[int, int]:
-    """Where the answer begins after the last closed thought, and where a thought begins that is not closed."""
+    """Where the answer begins after the last closed thinking, and where unclosed thinking begins."""
     begin, closed = 0, False
     for _, closing in THOUGHTS:
         place = text.rfind(closing)
@@ -135,7 +137,7 @@ def _beyond_thoughts(text: str, *, thinking: bool) -> tuple[int, int]:
 
 
 def instructions(tools: Sequence[ToolSchema], form: CallForm = "tags") -> str:
-    """A description of tools for the system message, in the words of models that were trained with one."""
+    """A description of tools for the system message, worded like those that models were trained with."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return (
         "You may call these functions, one JSON schema a line:\n"
@@ -152,22 +154,24 @@ def _json(text: str) -> object:
 
 
 def _loads(text: str) -> object:
-    """JSON, with line breaks in texts as models write them. Raises ValueError, also for NaN and Infinity."""
+    """Parse JSON whose texts may contain raw line breaks, as models write them. Raises ValueError, also for NaN and
+    Infinity.
+    """
     return json.loads(text, strict=False, parse_constant=_refuse, parse_int=_whole, object_pairs_hook=once)
 
 
 def _whole(text: str) -> int:
     if len(text) > MOST_DIGITS:
-        raise ValueError(f"a number of {len(text)} digits is too long; {MOST_DIGITS} are allowed")
+        raise ValueError(f"a number of {len(text)} digits is too long; at most {MOST_DIGITS} are allowed")
     return int(text)
 
 
 def _refuse(name: str) -> object:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _call(value: object) -> ToolCall:
-    """A call from its name and arguments in one object."""
+    """Make a call from an object with its name and arguments."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -182,7 +186,7 @@ def _named(name: str, arguments: object) -> ToolCall:
     if not name:
         raise ValueError("the call has no name")
     if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of {name} are no object")
+        raise ValueError(f"the arguments of {name} are not an object")
     try:
         made = once([(str(key), plain(value)) for key, value in arguments.items()])
         json.dumps(made, allow_nan=False)
@@ -210,13 +214,13 @@ def _keys(text: str, types: Types) -> list[ToolCall]:
 
 
 def _of_texts(name: str, pattern: re.Pattern[str], text: str, types: Types) -> ToolCall:
-    """A call whose arguments are texts, those of them that are no strings as JSON; in time linear in the text."""
+    """Make a call whose arguments are written as texts; values that are not strings are JSON. Takes linear time."""
     arguments: dict[str, object] = {}
     place = _behind_spaces(text, 0)
     while place < len(text):
         found = pattern.match(text, place)
         if found is None:
-            raise ValueError(f"the arguments of {name} cannot be read from {text[place : place + 40]!r} on")
+            raise ValueError(f"the arguments of {name} cannot be parsed from {text[place : place + 40]!r} on")
         key, value = found.groups()
         if key in arguments:
             raise ValueError(f"the argument {key} of {name} is given twice")
@@ -232,7 +236,7 @@ def _behind_spaces(text: str, place: int) -> int:
 
 
 def _value(text: str) -> object:
-    """A value as JSON, or as Python writes it where templates do; or else the text."""
+    """Parse a value as JSON or Python (as some templates write it); otherwise return the text."""
     try:
         return _loads(text)
     except (ValueError, RecursionError):
@@ -255,7 +259,7 @@ def _types(tools: Sequence[ToolSchema]) -> Types:
 
 
 def _harmony(text: str, types: Types) -> list[ToolCall]:
-    """The call of a message, if its header names a recipient."""
+    """Parse the call of a message, if its header names a recipient."""
     header, _, body = text.partition("<|message|>")
     recipient = RECIPIENT.search(header)
     return [] if recipient is None else [_named(recipient[1], _json(body))]
@@ -272,7 +276,7 @@ def _mistral(text: str, types: Types) -> list[ToolCall]:
 def _deepseek(text: str, types: Types) -> list[ToolCall]:
     found = BLOCK.fullmatch(text.strip())
     if found is None:
-        raise ValueError("the call cannot be read")
+        raise ValueError("the call cannot be parsed")
     return [_named(found[1].strip(), _json(found[2]))]
 
 
@@ -282,7 +286,7 @@ def _braces(text: str, types: Types) -> list[ToolCall]:
 
 
 def _in_json(found: re.Match[str]) -> str:
-    """A text, key or value of the form `braces` as JSON writes it."""
+    """Convert a text, key or value of the form `braces` to JSON."""
     text, key, value = found.groups()
     if key is not None:
         return f"{json.dumps(key)}:"
@@ -292,17 +296,17 @@ def _in_json(found: re.Match[str]) -> str:
 
 
 def _python(text: str, types: Types) -> list[ToolCall]:
-    """The calls of a list in Python, or a single one; values are literals, or `true`, `false` and `null`."""
+    """Parse calls in Python, as a list or a single call; values are literals, or `true`, `false` and `null`."""
     lines = STRING.sub(lambda found: found[0].replace("\n", "\\n"), text.strip())  # LFM2.5 does not escape them
     try:
         found = ast.parse(lines, mode="eval").body
         return [_of_node(each, types) for each in (found.elts if isinstance(found, ast.List) else [found])]
     except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        raise ValueError(f"the calls are not Python ({error})") from None
+        raise ValueError(f"the calls are not valid Python ({error})") from None
 
 
 def _of_node(node: ast.expr, types: Types) -> ToolCall:
-    """A call; arguments without names are the first ones of the tool's schema."""
+    """Convert a Python call; positional arguments are assigned by the tool's schema."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
         raise ValueError("the call has no name")
     name = ast.unparse(node.func)
@@ -329,7 +333,7 @@ def _literal(node: ast.expr) -> object:
         case _:
             value = ast.literal_eval(node)
             if not isinstance(value, str | int | float | bool | None):
-                raise ValueError(f"{value!r} is no value of JSON")
+                raise ValueError(f"{value!r} cannot be represented in JSON")
             return value
 
 
@@ -411,4 +415,4 @@ FORMS: dict[CallForm, Form] = {
         EXAMPLE,
     ),
 }
-"""By name, in the order in which a chat template's calls are tried."""
+"""The forms by name, in the order in which they are tried on a chat template's calls."""

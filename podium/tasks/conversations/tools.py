@@ -1,9 +1,10 @@
 """Tools: Python functions that a model may call.
 
-A tool's JSON schema is derived from its signature, types and docstring: the summary describes the tool, and the
-section `Args:` its parameters (docs/environments.md has an example).
+A tool's JSON schema is derived from its signature, types and docstring: the summary describes the tool, and the section
+`Args:` its parameters (docs/environments.md has an example).
 
-A call whose arguments do not fit, or that raises, is answered with the error, so that the model can correct it.
+If a call's arguments do not fit, or the call raises, the model gets the error as the result, so that it can correct the
+call.
 """
 
 import inspect
@@ -36,7 +37,7 @@ ARGUMENT = re.compile(r"(\s*)\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
 
 def find_tool(name: str) -> Tool:
-    """The built-in tool of this name, or the function at an import path. Raises ValueError if it is not a tool."""
+    """Find the built-in tool of this name, or the function at an import path. Raises ValueError if it is not a tool."""
     if not is_path(name) and name not in TOOLS:
         own = "for your own: `package.module:function`"
         raise ValueError(f"{name!r} is not a tool; {suggestion(name, TOOLS)} ({own})")
@@ -47,9 +48,9 @@ def find_tool(name: str) -> Tool:
 
 
 def tool_schema(tool: Tool) -> ToolSchema:
-    """The JSON schema of a tool, as chat templates read it.
+    """The JSON schema of a tool in the form that chat templates read.
 
-    Raises ValueError if it has no docstring, or has a parameter whose type is missing or cannot be represented in JSON.
+    Raises ValueError if the tool has no docstring, or a parameter without a type that JSON can represent.
     """
     name = tool_name(tool)
     text = inspect.cleandoc(tool.__doc__ or "")
@@ -57,6 +58,8 @@ def tool_schema(tool: Tool) -> ToolSchema:
         raise ValueError(
             f"tool {name} has no docstring; write one, because the model reads it to learn what the tool does"
         )
+    if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
+        raise ValueError(f"tool {name}: it yields, and a model reads what a tool returns; return the whole reply")
     described = _descriptions(text)
     properties: dict[str, object] = {}
     required: list[str] = []
@@ -85,13 +88,13 @@ def by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
     if len(found) < len(tools):
         names = [tool_name(tool) for tool in tools]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"tools: two tools are called {twice}; rename one")
+        raise ValueError(f"tools: two tools have the name {twice}; rename one")
     return found
 
 
 def answer_calls(tools: Mapping[str, Tool], turn: Turn, resolve: Resolve) -> Reply | None:
-    """Run a turn's calls in order, and reply with their results; None if it has no calls, which ends a conversation
-    whose environment is tools alone.
+    """Run a turn's calls in order, and reply with their results. None if it has no calls, which ends a conversation
+    that only has tools.
     """
     if turn.problem:
         return Reply(messages=(_message("tool", f"Error: {turn.problem}", call_id(turn.number, 0)),))
@@ -109,7 +112,7 @@ def answer_calls(tools: Mapping[str, Tool], turn: Turn, resolve: Resolve) -> Rep
 
 
 def run_call(tools: Mapping[str, Tool], call: ToolCall, resolve: Resolve) -> tuple[str, bool]:
-    """The result of a call as text, and whether it is an error."""
+    """Run a call; returns its result as text, and whether it is an error."""
     tool = tools.get(call.name)
     if tool is None:
         return f"Error: unknown tool {call.name!r}; the tools are {', '.join(tools)}", True
@@ -118,7 +121,7 @@ def run_call(tools: Mapping[str, Tool], call: ToolCall, resolve: Resolve) -> tup
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), False
     except BaseException as error:  # the model sees any error that its arguments cause, SystemExit included
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-            raise  # Ctrl-C of `podium tasks try`
+            raise  # from `podium tasks try`
         return f"Error: {message_of(error)}", True
 
 
@@ -132,7 +135,7 @@ def _parameters(tool: Tool) -> list[tuple[inspect.Parameter, Any]]:
     try:
         hints = get_type_hints(tool if inspect.isroutine(tool) else type(tool).__call__)
         signature = inspect.signature(tool)
-    except Exception as error:  # evaluates annotations that are strings
+    except Exception as error:  # annotations that are strings are evaluated
         raise ValueError(
             f"tool {name}: the types of its parameters cannot be read ({type(error).__name__}: {error}); import them in"
             " the module of the function, not only for type checking"

@@ -29,7 +29,7 @@ _NUMBER = re.compile(
 )
 
 _LETTER_UNIT = re.compile(r"\\(?:text|mbox|textrm|mathrm)\s?\{\s*[ACFKBcdtb]\s*\}")
-"""A letter that is a unit inside `\\text`, where it is no variable, but is not one outside of it."""
+r"""A letter that is a unit inside `\text`, where it cannot be a variable, but not outside of it."""
 _TEXT_COMMAND = re.compile(r"\\(?:text|mbox|textrm|mathrm|operatorname)\s?\{([^{}]*)\}")
 _DEGREES = re.compile(
     r"(?:\s?\^\s?\{?\s?\\circ\s?\}?|\s?\u00b0)\s?(?:\\(?:text|mathrm|mbox)\s?\{\s?([CF])\s?\}|([CF])\b)?"

@@ -33,7 +33,7 @@ class Row:
         self.tokens, self.work = 0, 0.0
 
     def cost(self, each: Lengths, *, present: bool) -> tuple[int, float]:
-        """Tokens and work that a completion adds, if its prompt is already `present` in the row or not."""
+        """Tokens and work that a completion adds, depending on whether its prompt is already `present` in the row."""
         tokens, pairs = each.own, each.own * each.shown + each.own * (each.own + 1) // 2
         if not present:
             tokens, pairs = tokens + each.shown, pairs + each.shown * (each.shown + 1) // 2
@@ -96,7 +96,9 @@ def balance(
 
 
 def _even_out(rows: list[Row], most: int, row_tokens: int) -> bool:
-    """Move and exchange completions up to `most` times while it helps; returns whether the rows are then balanced."""
+    """Move and exchange completions up to `most` times while the balance improves; returns whether the rows are
+    balanced.
+    """
     for _ in range(most):
         order = sorted(rows, key=lambda row: row.work)
         if order[-1].work - order[0].work <= SPREAD * order[-1].work:
@@ -107,7 +109,9 @@ def _even_out(rows: list[Row], most: int, row_tokens: int) -> bool:
 
 
 def _spread(packed: list[list[int]], lengths: Mapping[int, Lengths], rows: list[Row], row_tokens: int) -> bool:
-    """Assign each group's part of a row to the least loaded row with room, largest first; returns whether all fit."""
+    """Move each group's part of a row, largest first, to the least loaded row with room; returns whether all
+    parts fit.
+    """
     parts: dict[tuple[int, int], list[int]] = {}
     for row, indices in enumerate(packed):
         for index in indices:
@@ -138,7 +142,7 @@ Items = tuple[tuple[int, Lengths], ...]
 
 
 def _exchange(heavy: Row, light: Row, given: Items, taken: Items) -> None:
-    """Move `given` from one row to another, and `taken` back."""
+    """Move `given` from the heavy row to the light one, and `taken` back."""
     for item in given:
         heavy.remove(*item)
     for item in taken:
@@ -149,7 +153,9 @@ def _exchange(heavy: Row, light: Row, given: Items, taken: Items) -> None:
 
 
 def _best_double_change(heavy: Row, light: Row, row_tokens: int) -> tuple[Items, Items] | None:
-    """Like `_best_change`, with up to two completions each way; only for rows of few, where one is too coarse."""
+    """Like `_best_change`, with up to two completions each way; only for rows of few completions, for which moving one
+    is too coarse.
+    """
     own, others = list(heavy.completions()), list(light.completions())
     if max(len(own), len(others)) > FEW:
         return None

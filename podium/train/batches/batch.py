@@ -1,4 +1,4 @@
-"""Turns samples into the arrays of an update in numpy: packs them into rows, shifts targets, and computes weights.
+"""Turns samples into the numpy arrays of an update: packs them into rows, shifts targets, and computes weights.
 
 `podium.train.batches.packing` decides which completions share a row.
 """
@@ -32,15 +32,15 @@ class Batch(Generic[A]):
     advantages: A  # [K, B, T] float32
     sampled_logprobs: A  # [K, B, T] float32, under the policy that drew the tokens, before truncation
     scores: dict[str, A]  # [K, B, T] float32 by name, computed by `podium.train.scorers` before the update
-    choices: A | None = None  # [K, B, T, C], experts of each token in the rollout; None: the model has none
+    choices: A | None = None  # [K, B, T, C], experts of each token in the rollout; None without experts
     ages: A | None  # [K, B, T] int32, age of each token in steps; None unless completions are carried over
-    likelihoods: A | None = None  # [K, B, T] float32, factor of -logprob in demonstrations; None if none are mixed in
+    likelihoods: A | None = None  # [K, B, T] float32, factor of -logprob; None without mixed-in demonstrations
     num_micro_batches: A  # [] int32, number of micro-batches that are not empty
     num_tokens: A  # [] float32, sum of mask
-    coefs: dict[str, A] = dataclasses.field(default_factory=dict)  # [] float32 each, that the run adapts
+    coefs: dict[str, A] = dataclasses.field(default_factory=dict)  # [] float32 each, adapted during the run
 
     def arrays(self) -> dict[str, A]:
-        """All arrays by name, the scores among them."""
+        """All arrays by name, including the scores."""
         tables = ("scores", "coefs")
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in tables}
         return {name: x for name, x in (own | self.scores | self.coefs).items() if x is not None}
@@ -48,7 +48,7 @@ class Batch(Generic[A]):
 
 @dataclasses.dataclass(frozen=True)
 class TokenSpan:
-    """The position in a batch of the predictions of a sample's tokens."""
+    """Where in a batch the predictions of a sample's tokens are."""
 
     row: int
     start: int
@@ -107,7 +107,7 @@ _ARRAYS |= dict.fromkeys(("mask", "weights", "advantages", "sampled_logprobs"), 
 
 
 def take(x: np.ndarray, spans: Sequence[TokenSpan]) -> list[np.ndarray]:
-    """The values of `x` [K, B, T] at each sample's tokens: a list of arrays [n]."""
+    """The values of `x` [K, B, T] at each sample's tokens: one array [n] per sample."""
     rows = np.concatenate(x)  # [K B, T]
     return [rows[span.row, span.start : span.start + span.length] for span in spans]
 

@@ -1,8 +1,9 @@
 """Decides which samples share a row of a batch. Uses only lengths, so the planner counts rows with it, without jax.
 
-A row consists of segments. With `shared_prompts`, a group's prompt without its last token is one segment, and each
-completion is another segment that sees it: it consists of the prompt's last token, from which the completion's first
-token is predicted, and the completion without its last token. So a prompt takes its length once per group.
+A row consists of segments. With `shared_prompts`, a group's prompt without its last token is one segment. Each
+completion is another segment, which attends to the prompt's: the prompt's last token, from which the completion's first
+token is predicted, followed by the completion without its last token. So a prompt takes up its length only once per
+group.
 """
 
 import dataclasses
@@ -29,7 +30,8 @@ def pack_rows(samples: Sequence[Lengths], *, row_tokens: int, packing: Packing) 
 def balanced_rows(
     samples: Sequence[Lengths], *, row_tokens: int, packing: Packing, rows: int, pair_cost: float
 ) -> list[list[Chunk]]:
-    """Pack samples into balanced rows: as many micro-batches of `rows` as `pack_rows` needs, with rows of equal work.
+    """Pack samples into balanced rows: as many micro-batches of `rows` as `pack_rows` needs, with rows of nearly equal
+    work.
 
     Without packing, each row is one sample. `pair_cost` is as in `podium.train.batches.balance.balance`.
 
@@ -55,13 +57,15 @@ def chunk_tokens(chunk: Chunk, samples: Sequence[Lengths]) -> int:
 
 
 def _chunks(samples: Sequence[Lengths], row_tokens: int, shared: bool) -> list[Chunk]:
-    """Split each group into as few chunks as fit in rows, in order; without sharing, each sample is a chunk."""
+    """Split each group, in order, into as few chunks as possible that fit in a row; if not `shared`, each sample is a
+    chunk.
+    """
     chunks: list[Chunk] = []
     for index, sample in enumerate(samples):
         if sample.shown + sample.own > row_tokens:
             raise ValueError(
-                f"a prompt of {sample.shown + 1} tokens with a completion of {sample.own} does not fit in a"
-                f" row of {row_tokens}; set train.row_tokens to rollout.max_prompt_tokens + rollout.max_new_tokens"
+                f"a prompt of {sample.shown + 1} tokens with a completion of {sample.own} does not fit in a row of "
+                f"{row_tokens} tokens; set train.row_tokens to rollout.max_prompt_tokens + rollout.max_new_tokens"
             )
         same = shared and chunks and samples[chunks[-1][0]].group == sample.group
         if same and chunk_tokens(chunks[-1], samples) + sample.own <= row_tokens:

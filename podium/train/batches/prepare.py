@@ -36,13 +36,13 @@ from podium.algorithms.recipes import (
     RECIPES,
     REFERENCE_LOGPROBS,
     REFERENCE_POINT,
-    TEACHER_LOGPROBS,
+    TAUGHT_LOGPROBS,
     UNCERTAIN,
     Recipe,
 )
 from podium.algorithms.selection import covariant_tokens, top_entropy_tokens
 from podium.hosts.distributed import on_host
-from podium.observe.stats import BatchStats, RewardKl, ValueStats
+from podium.observe.stats import BatchSeconds, BatchStats, RewardPenalty, TokenCounts, ValueStats
 from podium.sampling.groups import Group
 from podium.sharding import Params, ShardingRules, to_devices
 from podium.train.batches.batch import Batch, BatchSizes, TokenSpan, make_batch, put, take
@@ -57,11 +57,11 @@ MOST_SEGMENTS = 2**20  # of a group
 class Minibatch:
     """The packed samples of one optimizer step; advantages are still 0.
 
-    The batch may also hold demonstrations, which are neither among the samples nor the spans.
+    The batch may also hold demonstrations, which are not in `samples` or `spans`.
     """
 
     places: list[tuple[int, int]]
-    """For each sample, its group (counted over the kept groups) and its episode's index in the group."""
+    """For each sample, the index of its group among the kept groups, and of its episode in the group."""
     samples: list[Sample]
     batch: Batch[np.ndarray]
     spans: list[TokenSpan]
@@ -73,28 +73,28 @@ class PackedStep:
 
     rewards: np.ndarray  # [N, G], all groups
     parts: RewardParts | None  # [n, G, P], of the kept groups; None unless the recipe reads them
-    baselines: np.ndarray | None  # [n], rewards of the kept groups' greedy completions; None: nothing reads them
-    returns: np.ndarray | None  # [N, G, K], of each turn with `credit: turn`; NaN: not reached, or failed
+    baselines: np.ndarray | None  # [n], rewards of the kept groups' greedy completions; None if not needed
+    returns: np.ndarray | None  # [N, G, K], of each turn with `credit: turn`; NaN if failed or not reached
     equal: np.ndarray  # [N] bool, groups of equal rewards (`Group.equal_rewards`), or all turns of equal returns
     kept: np.ndarray  # [n], indices of the kept groups within the step
     lengths: np.ndarray  # [n, G], drawn tokens of each episode; 0 if the recipe masks it
     minibatches: list[Minibatch]
-    """The minibatches with at least one token to train on, or to imitate."""
+    """The minibatches that have at least one token to train on or imitate."""
 
 
 def pack_step(
     groups: Sequence[Group], recipe: Recipe, sizes: BatchSizes, demonstrations: Sequence[Group] = ()
 ) -> PackedStep:
-    """Make samples from a step's groups and pack them, together with the demonstrations that are mixed in.
+    """Make samples from a step's groups and pack them, together with the demonstrations to mix in.
 
     Groups that the recipe drops are removed here, so they do not affect the mean or standard deviation of advantages.
     """
     rewards = np.stack([group.totals for group in groups])  # [N, G]
     if np.isnan(rewards).all() and any(reward.parts for group in groups for reward in group.rewards):
         raise ValueError(
-            "no answer of the step could be graded: each reward function returned None for all of them, or they were"
-            " too long for a reward model; let one grade them, or give tasks.rewards a part that grades every answer,"
-            " such as correct"
+            "no answer of the step could be graded: each reward function returned None for all of them, or they were "
+            "too long for a reward model; let a reward function grade them, or add to tasks.rewards a part that "
+            "grades every answer, such as correct"
         )
     returns = None
     equal = equal_reward_groups(np.stack([group.judged(recipe.zero_variance_metric) for group in groups]))  # [N]
@@ -136,7 +136,7 @@ def pack_step(
 
 
 def _demonstrated(groups: Mapping[int, Group], recipe: Recipe, sizes: BatchSizes) -> list[Sample]:
-    """The demonstrations of an optimizer step, by number of their group, with the weights of recipe sft's mean."""
+    """Make the samples of an optimizer step's demonstrations, given by group index, weighted as in recipe sft."""
     if not groups:
         return []
     sft = RECIPES["sft"]
@@ -148,12 +148,12 @@ def _demonstrated(groups: Mapping[int, Group], recipe: Recipe, sizes: BatchSizes
 
 
 def _baselines(groups: Sequence[Group]) -> np.ndarray:
-    """The reward of each group's greedy completion, [N]; NaN where it failed."""
+    """The reward of each group's greedy completion, [N]; NaN if it failed."""
     return np.array([np.nan if group.greedy is None else group.greedy.reward.total for group in groups], np.float32)
 
 
 def reward_parts(groups: Sequence[Group]) -> RewardParts:
-    """Collect the parts of each reward and their weights, of every part that is in some total."""
+    """Collect the parts of each reward and their weights, for every part that counts in at least one total."""
     rewards = [group.rewards for group in groups]
     names = sorted({name for group in rewards for reward in group for name in reward.weights})
     shape = (len(rewards), len(rewards[0]) if rewards else 0, len(names))
@@ -169,8 +169,8 @@ def reward_parts(groups: Sequence[Group]) -> RewardParts:
 def group_samples(group: Group, index: int, recipe: Recipe) -> list[Sample]:
     """Make samples from a group's episodes, one for each segment; masked ones have no tokens.
 
-    Completions without a reward are masked and, with `mask_truncated`, completions that a limit ended.
-    Segments that begin differently share no prompt, and so have other numbers of their group for packing.
+    Completions without a reward are masked, and with `mask_truncated` also completions that a limit ended. Segments
+    that begin differently share no prompt, so they get different group numbers for packing.
     """
     segments = [(g, each) for g, transcript in enumerate(group.transcripts) for each in transcript.segments]
     prompts = [segment.prompt.tobytes() for _, segment in segments]
@@ -201,7 +201,7 @@ def _minibatch(
     """Weight and pack the samples of some groups. Masked samples count in the mean, but are not packed.
 
     `lengths` [n, G] are the drawn tokens of episodes. `failed` episodes, which failed through no fault of the model, do
-    not count either. `demonstrated` samples are packed with them.
+    not count in the mean. `demonstrated` samples are packed with the others.
     """
     places = [(n, sample.episode) for n in part for sample in samples[n]]
     flat = [sample for n in part for sample in samples[n]]
@@ -240,7 +240,7 @@ def prepare_step(
         rules: how a batch's arrays are sharded.
         scorers: score each batch before its advantages are computed.
         policy: all weights of the policy before the first update.
-        demonstrations: those that are mixed into the step.
+        demonstrations: the demonstrations to mix into the step.
     """
     start = time.perf_counter()
     packed = pack_step(groups, recipe, sizes, demonstrations)
@@ -251,28 +251,30 @@ def prepare_step(
     if recipe.data_form == "label":
         points = [reference_point(each.samples, sizes, rules, scorers, policy) for each in packed.minibatches]
     scored_at = time.perf_counter()
-    advantages, reward_kl = step_advantages(packed, recipe, scored)
-    teacher_kl = None
-    if recipe.teacher is not None and recipe.teacher.loss == "sampled" and packed.minibatches:
+    advantages, penalty = step_advantages(packed, recipe, scored)
+    taught_kl = None
+    if recipe.teaching is not None and recipe.teaching.loss == "sampled" and packed.minibatches:
         tokens = _token_scores(packed, scored)
-        teacher, own = tokens.scores[TEACHER_LOGPROBS], tokens.scores[OLD_LOGPROBS]
-        advantages = taught_advantages(advantages, teacher, own, tokens.mask, weight=recipe.teacher.weight)
-        teacher_kl = float(np.mean((own - teacher)[tokens.mask], dtype=np.float64)) if tokens.mask.any() else None
-    returns, criticised = _value_targets(packed, recipe, scored, reward_kl)
+        taught, own = tokens.scores[TAUGHT_LOGPROBS], tokens.scores[OLD_LOGPROBS]
+        advantages = taught_advantages(advantages, taught, own, tokens.mask, weight=recipe.teaching.weight)
+        taught_kl = float(np.mean((own - taught)[tokens.mask], dtype=np.float64)) if tokens.mask.any() else None
+    returns, criticised = _value_targets(packed, recipe, scored, penalty)
     batches = [
         _finish(batch, minibatch, advantages=advantages, returns=returns, recipe=recipe, rules=rules)
         for batch, minibatch in zip(scored, packed.minibatches, strict=True)
     ]
     if points is not None:
         batches = [_with_point(batch, point, rules) for batch, point in zip(batches, points, strict=True)]
-    stats = _batch_stats(packed, recipe, advantages, reward_kl)
+    stats = _batch_stats(packed, advantages, penalty)
     return batches, dataclasses.replace(
         stats,
-        teacher_kl=teacher_kl,
+        taught_kl=taught_kl,
         values=criticised,
-        batch_s=placed_at - start,
-        score_s=scored_at - placed_at,
-        advantages_s=time.perf_counter() - scored_at,
+        seconds=BatchSeconds(
+            batch_s=placed_at - start,
+            score_s=scored_at - placed_at,
+            advantages_s=time.perf_counter() - scored_at,
+        ),
     )
 
 
@@ -284,7 +286,7 @@ def _scored(
     policy: Params,
     rules: ShardingRules,
 ) -> list[Batch[jax.Array]]:
-    """The step's batches with all scores; `groups` are the step's, dropped ones included."""
+    """Add all scores to the step's batches; `groups` are all groups of the step, including dropped ones."""
     here = [scorer for scorer in scorers if scorer.own_prompts is None]
     found = jax.block_until_ready([with_scores(batch, here, policy) for batch in placed])
     for scorer in scorers:
@@ -307,8 +309,8 @@ def reference_point(
 ) -> float:
     """KTO's estimate of the policy's KL to the reference (arXiv:2402.01306), in nats, at least 0.
 
-    It is the mean log-ratio of policy to reference of completions that follow another row's prompt: each prompt of the
-    optimizer step with the completion of the row before it, and the first with the last row's.
+    The estimate is the mean log-ratio of policy to reference over mismatched pairs: each prompt of the optimizer step
+    is paired with the completion of the previous row, and the first prompt with that of the last row.
     """
     mismatched = [
         dataclasses.replace(completion, prompt=sample.prompt, group=index, choices=None, prompt_choices=None)
@@ -324,9 +326,9 @@ def log_ratios(
     scorers: Sequence[Scorer],
     policy: Params,
 ) -> np.ndarray:
-    """The log-ratio of policy to reference of each sample's drawn tokens together, in nats, [n] float64.
+    """The log-ratio of policy to reference, summed over each sample's drawn tokens, in nats, [n] float64.
 
-    `scorers` are those of a recipe with a reference, whose program scores the policy too.
+    `scorers` must include the reference; its program scores the policy too.
     """
     reference = next(scorer for scorer in scorers if scorer.name == REFERENCE_LOGPROBS)
     own = dataclasses.replace(reference, name=OLD_LOGPROBS, params=None)
@@ -341,21 +343,23 @@ def log_ratios(
 
 
 def _with_point(batch: Batch[jax.Array], point: float, rules: ShardingRules) -> Batch[jax.Array]:
-    """The batch with `reference_point` at every token, for its loss."""
+    """Add the `reference_point` to the batch at every token, for KTO's loss."""
     everywhere = np.full(batch.tokens.shape, point, np.float32)
     placed = to_devices(everywhere, batch_sharding(everywhere, rules))
     return dataclasses.replace(batch, scores={**batch.scores, REFERENCE_POINT: placed})
 
 
 def _value_targets(
-    packed: PackedStep, recipe: Recipe, scored: Sequence[Batch[jax.Array]], reward_kl: RewardKl | None
+    packed: PackedStep, recipe: Recipe, scored: Sequence[Batch[jax.Array]], penalty: RewardPenalty | None
 ) -> tuple[np.ndarray | None, ValueStats | None]:
-    """What the critic learns from the kept groups, [n, G, T], with its statistics; None without a critic."""
+    """The targets of estimated values for the kept groups, [n, G, T], with statistics; None for both if the recipe has
+    no values.
+    """
     if not recipe.learns_values or not packed.minibatches:
         return None, None
     tokens = _token_scores(packed, scored)
     bound = recipe.advantage.keywords
-    rewards = penalise(packed.rewards, reward_kl, recipe)[packed.kept]
+    rewards = (packed.rewards if penalty is None else penalty.rewards)[packed.kept]
     returns = value_returns(rewards, tokens, gamma=bound["gamma"], lam=bound["lam"])
     found = returns[tokens.mask].astype(np.float64)
     values = tokens.scores[VALUES][tokens.mask].astype(np.float64)
@@ -372,33 +376,36 @@ def _value_targets(
 
 def step_advantages(
     packed: PackedStep, recipe: Recipe, scored: Sequence[Batch[jax.Array]]
-) -> tuple[np.ndarray, RewardKl | None]:
-    """Advantages of the kept groups, [n, G] or per token [n, G, T], and the KL charged to rewards, if any.
+) -> tuple[np.ndarray, RewardPenalty | None]:
+    """Advantages of the kept groups, [n, G] or per token [n, G, T], and the KL penalty that was subtracted from
+    rewards, if any.
 
     `scored` are the step's batches with their scores.
     """
-    reward_kl = _reward_kl(packed, scored) if recipe.kl == "k1_reward" else None
-    rewards = penalise(packed.rewards, reward_kl, recipe)[packed.kept]
+    penalty = _reward_penalty(packed, recipe, scored) if recipe.kl == "k1_reward" else None
+    rewards = (packed.rewards if penalty is None else penalty.rewards)[packed.kept]
     if not len(packed.kept):
-        return np.zeros(packed.lengths.shape, np.float32), reward_kl
+        return np.zeros(packed.lengths.shape, np.float32), penalty
     if packed.returns is not None:
-        return _turn_advantages(packed, packed.returns[packed.kept], recipe), reward_kl
+        return _turn_advantages(packed, packed.returns[packed.kept], recipe), penalty
     advantage = recipe.advantage
     if packed.parts is not None:
         advantage = functools.partial(advantage, parts=packed.parts)
     if packed.baselines is not None:
         advantage = functools.partial(advantage, baselines=packed.baselines)
     if "tokens" not in recipe.reads:
-        return _checked(advantage(rewards, packed.lengths), packed), reward_kl
+        return _checked(advantage(rewards, packed.lengths), packed), penalty
     if not packed.minibatches:  # no batch has scores
-        return np.zeros(packed.lengths.shape, np.float32), reward_kl
+        return np.zeros(packed.lengths.shape, np.float32), penalty
     tokens = _token_scores(packed, scored)
     found = advantage(rewards, packed.lengths, tokens=tokens)
-    return (found if found.ndim == 2 else np.where(tokens.mask, found, np.float32(0))), reward_kl
+    return (found if found.ndim == 2 else np.where(tokens.mask, found, np.float32(0))), penalty
 
 
 def _turn_advantages(packed: PackedStep, returns: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """The advantage of each token, [n, G, T]: that of its turn. `returns` [n, G, K] are of the kept groups."""
+    """The advantage of each token, which is that of its turn, [n, G, T]. `returns` [n, G, K] are those of the kept
+    groups.
+    """
     placed = [pair for each in packed.minibatches for pair in zip(each.places, each.samples, strict=True)]
     lengths = np.zeros(returns.shape, np.int64)
     for place, sample in placed:
@@ -413,28 +420,30 @@ def _turn_advantages(packed: PackedStep, returns: np.ndarray, recipe: Recipe) ->
 
 
 def _checked(advantages: np.ndarray, packed: PackedStep) -> np.ndarray:
-    """The advantages. Raises ValueError if one of a trained episode is NaN because another of its group failed."""
+    """The advantages. Raises ValueError if the advantage of a trained episode is NaN because another episode of its
+    group failed.
+    """
     if np.isnan(packed.rewards).any() and not np.isfinite(advantages[packed.lengths > 0]).all():
         raise ValueError(
-            "the recipe's advantage is NaN where a conversation failed, whose reward is NaN and its length 0: leave"
-            " such rewards out of means (numpy.nanmean), or set environments.max_failed to 0"
+            "the recipe's advantage is NaN because a conversation failed, whose reward is NaN and length 0: ignore "
+            "such rewards in means (numpy.nanmean), or set environments.max_failed to 0"
         )
     return np.nan_to_num(advantages)
 
 
-def penalise(rewards: np.ndarray, reward_kl: RewardKl | None, recipe: Recipe) -> np.ndarray:
-    """The rewards [N, G] minus the penalty of `kl: k1_reward`."""
-    return rewards if reward_kl is None else penalised_rewards(rewards, reward_kl.sums, recipe.kl_coef)
-
-
-def _reward_kl(packed: PackedStep, scored: Sequence[Batch[jax.Array]]) -> RewardKl:
-    """Each episode's KL to the reference; a recipe that charges it keeps all groups."""
+def _reward_penalty(packed: PackedStep, recipe: Recipe, scored: Sequence[Batch[jax.Array]]) -> RewardPenalty:
+    """The KL penalty of each episode; recipes with a penalty keep all groups."""
     sums = np.zeros(packed.rewards.shape)
     for minibatch, batch in zip(packed.minibatches, scored, strict=True):
         found = take(on_host(batch.scores[REFERENCE_LOGPROBS]), minibatch.spans)
         for (n, g), sample, reference in zip(minibatch.places, minibatch.samples, found, strict=True):
             sums[n, g] += np.sum((sample.sampled_logprobs - reference)[sample.mask])
-    return RewardKl(sums=sums, num_tokens=int(packed.lengths.sum()))
+    return RewardPenalty(
+        kl=sums,
+        penalties=recipe.kl_coef * sums,
+        rewards=penalised_rewards(packed.rewards, sums, recipe.kl_coef),
+        num_tokens=int(packed.lengths.sum()),
+    )
 
 
 def _token_scores(packed: PackedStep, scored: Sequence[Batch[jax.Array]]) -> TokenScores:
@@ -465,7 +474,7 @@ def _finish(
     recipe: Recipe,
     rules: ShardingRules,
 ) -> Batch[jax.Array]:
-    """The batch on the devices with its advantages, and the scores that policy and critic learn with."""
+    """Add advantages to a batch on the devices, and keep only the scores that losses read."""
     host = np.zeros(batch.tokens.shape, np.float32)
     own = [
         with_advantage(sample, advantages[place] if advantages.ndim == 2 else _of_sample(advantages[place], sample))
@@ -491,14 +500,14 @@ def _finish(
 def _placed(
     values: Sequence[np.ndarray], batch: Batch[jax.Array], minibatch: Minibatch, rules: ShardingRules
 ) -> jax.Array:
-    """Each sample's values [n] at its tokens, [K, B, T] float32 on the devices; 0 elsewhere."""
+    """Place each sample's values [n] at its tokens in an array [K, B, T] float32 on the devices; 0 elsewhere."""
     host = np.zeros(batch.tokens.shape, np.float32)
     put(host, minibatch.spans, values)
     return to_devices(host, batch_sharding(host, rules))
 
 
 def _uncertain(batch: Batch[jax.Array], minibatch: Minibatch, share: float) -> list[np.ndarray]:
-    """For each sample, which of its tokens [n] are drawn and among the optimizer step's most uncertain."""
+    """For each sample, a mask [n] of drawn tokens that are among the optimizer step's most uncertain."""
     if not minibatch.samples:
         return []
     entropies = take(on_host(batch.scores[ENTROPY]), minibatch.spans)
@@ -509,7 +518,7 @@ def _uncertain(batch: Batch[jax.Array], minibatch: Minibatch, share: float) -> l
 
 
 def _covariant(samples: Sequence[Sample], recipe: Recipe) -> list[np.ndarray]:
-    """For each sample with its advantages, which of its tokens [n] the recipe's loss chooses by their covariance."""
+    """For each sample, a mask [n] of the tokens that the recipe's loss selects by the covariance with advantages."""
     if not samples:
         return []
     drawn = np.concatenate([sample.mask for sample in samples])
@@ -523,30 +532,29 @@ def _covariant(samples: Sequence[Sample], recipe: Recipe) -> list[np.ndarray]:
 
 
 def _of_sample(advantages: np.ndarray, sample: Sample) -> np.ndarray:
-    """The part of an episode's advantages, one per token, that is a sample's."""
+    """The part of an episode's per-token advantages that belongs to a sample."""
     return advantages[sample.start : sample.start + len(sample.tokens)]
 
 
-def _batch_stats(packed: PackedStep, recipe: Recipe, advantages: np.ndarray, reward_kl: RewardKl | None) -> BatchStats:
+def _batch_stats(packed: PackedStep, advantages: np.ndarray, penalty: RewardPenalty | None) -> BatchStats:
     batches = [each.batch for each in packed.minibatches]
     trained = int(packed.lengths.sum())
     filled = sum(int(np.sum(np.asarray(batch.segments) > 0)) for batch in batches)
     demonstrated = sum(int(np.count_nonzero(x)) for batch in batches if (x := batch.likelihoods) is not None)
     cells = sum(int(batch.num_micro_batches) * int(np.prod(batch.tokens.shape[1:])) for batch in batches)
-    paid = penalise(packed.rewards, reward_kl, recipe)
     by_episode = advantages if advantages.ndim == 2 else advantages.sum(axis=2) / np.maximum(packed.lengths, 1)
     return BatchStats(
         groups=len(packed.rewards),
         equal_groups=int(packed.equal.sum()),
         dropped_groups=len(packed.rewards) - len(packed.kept),
         sequences=int(np.count_nonzero(packed.lengths)),
-        trained_tokens=trained,
-        demonstrated_tokens=demonstrated,
-        prompt_tokens=filled - trained - demonstrated,
-        padding_tokens=cells - filled,
+        tokens=TokenCounts(
+            trained=trained,
+            prompt=filled - trained - demonstrated,
+            padding=cells - filled,
+            demonstrated=demonstrated,
+        ),
         kept=packed.kept,
         advantages=by_episode.ravel(),
-        penalties=None if reward_kl is None else recipe.kl_coef * reward_kl.sums.ravel(),
-        penalised_rewards=None if reward_kl is None else paid.ravel(),
-        reward_kl=reward_kl,
+        penalty=penalty,
     )

@@ -1,9 +1,10 @@
 """Turns graded groups into samples: the tokens of an episode with what the update needs to know. Numpy only.
 
-    groups -> transcripts -> samples -> batches
+groups -> transcripts -> samples -> batches
 
-A sample is the part after a prompt, with a mask of the tokens that the model drew. Other tokens (an environment's
-replies) are read by the model but never trained: lengths, means and denominators count only drawn tokens.
+A sample is the part of an episode after the prompt, with a mask of the tokens that the model drew. The model reads the
+other tokens (an environment's replies) but is not trained on them: lengths, means and denominators count only drawn
+tokens.
 """
 
 import dataclasses
@@ -25,18 +26,18 @@ class Sample:
     episode: int = 0
     """Index of the episode in its group."""
     start: int = 0
-    """Tokens in the episode's segments before it, without their prompts."""
+    """Tokens in the episode's previous segments, without their prompts."""
     prompt: tuple[int, ...]
     tokens: np.ndarray  # [n] int32, the tokens after the prompt
     mask: np.ndarray  # [n] bool, whether the model drew the token
     sampled_logprobs: np.ndarray  # [n] float32, of the policy that drew the tokens
     drawn_logprobs: np.ndarray  # [n] float32, under the distribution drawn from, after penalty and truncation
     ages: np.ndarray  # [n] int32, number of weight updates since the token was drawn
-    turns: np.ndarray  # [n] int32, turn that drew the token, or number of turns before a token that was given
+    turns: np.ndarray  # [n] int32, turn that drew the token; for given tokens, the number of turns before
     advantages: np.ndarray  # [n] float32
     weights: np.ndarray  # [n] float32, factor of each token's loss in the batch's loss; 0 if not drawn
-    likelihoods: np.ndarray | None = None  # [n] float32, factor of each token's -logprob; None: it is not imitated
-    choices: np.ndarray | None = None  # [n, C], as in `Completion.choices`; None: nothing is known
+    likelihoods: np.ndarray | None = None  # [n] float32, factor of each token's -logprob; None if not imitated
+    choices: np.ndarray | None = None  # [n, C], as in `Completion.choices`; None if unknown
     prompt_choices: np.ndarray | None = None  # [p - 1, C], experts of the p prompt tokens but the last
 
     @property
@@ -46,7 +47,7 @@ class Sample:
 
     @property
     def lengths(self) -> Lengths:
-        """Its lengths for packing."""
+        """The sample's lengths, for packing."""
         return Lengths(group=self.group, shown=len(self.prompt) - 1, own=len(self.tokens))
 
 
@@ -84,7 +85,7 @@ def transcript_sample(
         transcript: the episode, if it has one segment, or else a segment.
         group: index of the prompt within the step.
         version: weight version at the start of the step; a token's age is this minus the token's version.
-        masked: leave everything out: the sample has no tokens.
+        masked: if true, the sample has no tokens.
         episode: index of the episode in its group.
         start: tokens in the episode's segments before this one, without their prompts.
     """
@@ -109,7 +110,7 @@ def transcript_sample(
 
 
 def _choices(spans: Sequence[Span]) -> np.ndarray | None:
-    """The experts of the tokens before those of the spans, as far as they are known."""
+    """The experts of each token that precedes a token of the spans, as far as they are known."""
     known = next((span.choices for span in spans if span.choices is not None), None)
     if known is None:
         return None
@@ -126,11 +127,11 @@ def with_advantage(sample: Sample, advantage: float | np.ndarray) -> Sample:
 
 
 def with_weight(sample: Sample, weight: float) -> Sample:
-    """A copy with this weight at each drawn token."""
+    """A copy in which each drawn token has this weight."""
     return dataclasses.replace(sample, weights=np.where(sample.mask, np.float32(weight), np.float32(0)))
 
 
 def imitated(sample: Sample, weight: float) -> Sample:
-    """A demonstration that is mixed in: the tokens to learn have this factor of -logprob, and none counts as drawn."""
+    """A copy for imitation: each token to learn gets this factor of -logprob, and no token counts as drawn."""
     likelihoods = np.where(sample.mask, np.float32(weight), np.float32(0))
     return dataclasses.replace(sample, likelihoods=likelihoods, mask=np.zeros_like(sample.mask))

@@ -5,7 +5,7 @@
                                      the coefficients that the run adapts
     RUN/checkpoints/20/host/         the loop's state, including completions in flight, as JSON
     RUN/checkpoints/20/sizes.json    bytes of every file, beside their digests (podium.train.checkpoints.step_files),
-    written last RUN/identity.json                the run's id, which the digests of each of its steps repeat
+    written last RUN/identity.json                the run's id, which is also in the digests of each step
 
 orbax writes a step to a temporary folder and renames it when complete; a kill leaves only the temporary folder, which
 the next `Checkpointer` of the run removes. Arrays are stored exactly, by name (`layers.q`, `opt_state.1.mu.layers.q`),
@@ -18,14 +18,12 @@ import functools
 import json
 import logging
 import sys
-import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import NotRequired, Protocol, TypedDict
 
 import jax
 import orbax.checkpoint as ocp
@@ -38,9 +36,11 @@ from podium.hosts.distributed import from_leader
 from podium.observe.record_check import Extent
 from podium.observe.run_dir import Settings, saved_steps
 from podium.observe.summary import versions
+from podium.patience import telling
 from podium.sampling.conversations.carry import HostState, Position
 from podium.sharding import Params
-from podium.train.checkpoints.s3 import S3, take_s3_for_a_bucket
+from podium.train.checkpoints.postponing import Postponing, try_to_write
+from podium.train.checkpoints.s3 import S3, take_s3_for_a_bucket, wait_for_gcs
 from podium.train.checkpoints.step_files import Beat, CheckpointError, damage, seal, stored_sizes
 from podium.train.state import TrainState
 
@@ -54,10 +54,11 @@ SAVE_LIMIT_S = 24 * 3600
 
 @functools.cache
 def _quiet_orbax() -> None:
-    """Silence orbax's logging, but not its exceptions; runs once per process, when orbax is first used.
+    """Silence orbax's logging, but not its exceptions; called once per process, before orbax is first used.
 
-    orbax logs each phase of a save, and also the tracebacks of errors that it raises. If a write fails, it closes its
-    event loop while other writes are running, and each of these reports an unraisable "Event loop is closed".
+    Otherwise orbax logs each phase of a save, and also the tracebacks of errors that it raises. If a write fails, it
+    closes its event loop while other writes are running, and each of these reports an unraisable "Event loop is
+    closed".
     """
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     report = sys.unraisablehook
@@ -70,27 +71,49 @@ def _quiet_orbax() -> None:
 
 
 def _prepare_orbax(folder: Path) -> None:
-    """Silence orbax, and make it accept `folder` if this is in S3."""
+    """Silence orbax, and make it accept `folder` if that is in S3, and wait if a bucket does not respond."""
     _quiet_orbax()
     if str(folder).startswith(S3):
         take_s3_for_a_bucket()
+    elif in_bucket(folder):
+        wait_for_gcs()
 
 
 def _idle() -> None:
     """Do nothing: the default callback."""
 
 
+class Records(Protocol):
+    """The records of a run, as checkpoints need them."""
+
+    def extents(self) -> Mapping[str, Extent]:
+        """A summary of the current contents of the records."""
+        ...
+
+    def push(self) -> None:
+        """Copy the records to where the checkpoints are, before a step is complete; called in another thread."""
+        ...
+
+
+class Beside(TypedDict):
+    """What every checkpoint of a run stores in addition to the state."""
+
+    base: str | None
+    settings: NotRequired[Settings]
+    data: NotRequired[Mapping[str, str]]
+
+
 class Checkpointer:
     """Saves and restores the states of one run, on one host or several.
 
     The folder is the run's `checkpoints`, created if missing; only the run itself may write to it. `on_save` is called
-    when `maybe_save` starts a save; `beat` is called repeatedly while a caller waits for a save whose files are
-    growing. `base` is the fingerprint of the frozen weights, which are not part of the state: restoring requires the
-    same weights. `records` returns a summary of the run's records, which `maybe_save` stores beside the state, as it
-    does the run's `settings` and the digests of its `data`.
+    when `maybe_save` starts a save; `beat` is called repeatedly while a caller waits for a save, as long as its files
+    grow. `base` is the fingerprint of the frozen weights, which are not part of the state: restoring requires the same
+    weights. `maybe_save` stores a summary of the run's `records`, the run's `settings` and the digests of its `data`
+    with the state.
 
     Raises:
-        CheckpointError: if the folder cannot be created or written to.
+        CheckpointError: the folder cannot be created or written to.
     """
 
     def __init__(
@@ -101,7 +124,7 @@ class Checkpointer:
         *,
         on_save: Beat = _idle,
         beat: Beat = _idle,
-        records: Callable[[], Mapping[str, Extent]] = dict,
+        records: Records | None = None,
         settings: Settings | None = None,
         data: Mapping[str, str] | None = None,
     ) -> None:
@@ -110,12 +133,15 @@ class Checkpointer:
         self._on_save = on_save
         self._beat = beat
         self._records = records
-        self._settings = settings
-        self.data = data
-        self.base = base
+        self._beside: Beside = {"base": base}
+        if settings is not None:
+            self._beside["settings"] = settings
+        if data is not None:
+            self._beside["data"] = data
         self._step: int | None = None  # last step passed to orbax, complete or not
         self._failed = False  # whether saving it failed
-        self._bytes = 0  # of its arrays
+        self._bytes = 0  # bytes of the step's arrays
+        self._postponing = Postponing(self._folder)
         _prepare_orbax(folder)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=KeepPolicy(config, self._folder),
@@ -125,9 +151,11 @@ class Checkpointer:
             async_options=ocp.AsyncOptions(timeout_secs=SAVE_LIMIT_S, post_finalization_callback=self._seal),
         )
         try:
-            _try_to_write(self._folder)
+            try_to_write(self._folder)
             self._manager = ocp.CheckpointManager(self._folder, options=options)
-        except (OSError, ValueError) as error:
+        except Exception as error:
+            if not isinstance(error, OSError | ValueError) and not in_bucket(self._folder):  # buckets raise any kind
+                raise
             raise CheckpointError(
                 f"checkpoints cannot be kept in {self._folder}: {cause_of(error)}; {disk_advice(error, self._folder)}"
             ) from error
@@ -135,27 +163,29 @@ class Checkpointer:
     def maybe_save(
         self, step: int, state: TrainState, position: Position, *, score: float | None, last: bool, due: bool = False
     ) -> float | None:
-        """Save a step if the config asks for it, if it is `due`, or if it is the `last`; returns the seconds it took.
+        """Save a step if the config asks for it, or if it is `due` or `last`; returns the seconds that saving took.
 
-        Returns None if it does not save. All hosts of a run must pass the same `due`. `position` is the run's position
-        in its prompts. `score` is for `keep_best`; None if the step was not evaluated. The `last` step is completely on
-        disk when this returns.
+        Returns None if the step is not saved. If the bucket does not respond, a regular save is `postponed`: each step
+        tries again, and the next regular save waits, so that training continues through a short outage. All hosts of a
+        run must pass the same `due`. `position` is the run's position in its prompts. `score` is for `keep_best`; None
+        if the step was not evaluated. The `last` step is completely on disk when this returns.
         """
         every, best = self._config.every_steps, self._config.keep_best and score is not None
-        if not (last or best or due or (every and step % every == 0)):
+        regular = due or bool(every and step % every == 0)
+        if not (last or best or regular or self.postponed):
+            return None
+        if self._postponing.puts_off(regular=regular, needed=last or bool(best)):
             return None
         self._on_save()
         start = time.perf_counter()
+        records = self._records.extents() if self._records is not None else {}
         host_state: HostState = {
             **position.record(),
             "versions": versions(),
-            "base": self.base,
-            "records": self._records(),
+            "base": self._beside["base"],
+            "records": records,
+            **self._beside,
         }
-        if self._settings is not None:
-            host_state["settings"] = self._settings
-        if self.data is not None:
-            host_state["data"] = self.data
         self.save(step, state, host_state, score=score, wait=last)
         return time.perf_counter() - start
 
@@ -179,11 +209,12 @@ class Checkpointer:
             items = ocp.args.Composite(
                 params=ocp.args.StandardSave(params),
                 optimizer=ocp.args.StandardSave(rest),
-                host=ocp.args.JsonSave(json.loads(json.dumps(host_state))),  # a copy: the loop keeps changing its own
+                host=ocp.args.JsonSave(json.loads(json.dumps(host_state))),  # a copy, as the loop keeps changing it
             )
             metrics = None if score is None else {SCORE: score}
             with self._write_errors(), self._beating():
-                _try_to_write(self._folder)  # before orbax starts threads that wait for the step's folder
+                if not in_bucket(self._folder):  # before orbax starts threads that wait for the step's folder
+                    try_to_write(self._folder)
                 self._manager.save(step, args=items, metrics=metrics, force=True)
         if wait:
             self.wait()
@@ -192,6 +223,16 @@ class Checkpointer:
         """Wait until the last save is completely on disk. Raises CheckpointError if it failed."""
         with self._write_errors(), self._beating():
             self._manager.wait_until_finished()
+
+    @property
+    def postponed(self) -> bool:
+        """Whether a save that was due is still pending, because the bucket did not respond."""
+        return self._postponing.postponed
+
+    @property
+    def data(self) -> Mapping[str, str] | None:
+        """Digests of the run's data."""
+        return self._beside.get("data")
 
     def steps(self) -> list[int]:
         """The steps that are completely on disk, oldest first."""
@@ -203,7 +244,7 @@ class Checkpointer:
         Does not compare digests: `newest_whole_step` does that before a run continues.
         """
         self.wait()
-        return restore_state(self._folder, step, abstract_state, base=self.base, digests=False)
+        return restore_state(self._folder, step, abstract_state, base=self._beside["base"], digests=False)
 
     def close(self) -> None:
         """Wait for the last save and stop orbax's threads. Raises CheckpointError if the save failed."""
@@ -214,8 +255,12 @@ class Checkpointer:
                 self._manager.close()
 
     def _seal(self) -> None:
-        """Called by orbax on the first host after the last byte of a step is written and before the step is renamed."""
+        """Write the step's digests. orbax calls this on the first host when all bytes are written, before it renames
+        the step.
+        """
         assert self._step is not None, "orbax finishes only a step that was passed to it"
+        if self._records is not None:
+            self._records.push()  # resuming from the step needs them; training does not wait for this
         (unnamed,) = self._unfinished()
         seal(unnamed, self._step, self._beat)
 
@@ -225,19 +270,27 @@ class Checkpointer:
             return [] if self._step is None else [self._folder / str(self._step)]
         return list(self._folder.glob(f"{self._step}{ocp.utils.TMP_DIR_SUFFIX}*"))
 
-    def _beating(self) -> contextlib.AbstractContextManager[None]:
-        """Inside the block, call `beat` as long as the files of the step being written grow."""
-        return _growing(self._unfinished, self._beat, POLL_S * (5 if in_bucket(self._folder) else 1))
+    @contextmanager
+    def _beating(self) -> Iterator[None]:
+        """Inside the block, call `beat` while the files of the step being written grow, or a request waits for the
+        bucket.
+        """
+        with (
+            telling(self._beat),
+            _growing(self._unfinished, self._beat, POLL_S * (5 if in_bucket(self._folder) else 1)),
+        ):
+            yield
 
     @contextmanager
     def _write_errors(self) -> Iterator[None]:
-        """Translate errors; orbax raises errors of its background threads at the next call, whichever it is."""
+        """Translate orbax's errors. orbax raises errors of its background threads at whichever call comes next."""
         try:
             yield
         except Exception as error:
             self._failed = True
             _end_waiting_threads()
-            self._manager.reload()  # orbax no longer lists the steps that the failed one would have replaced
+            with contextlib.suppress(Exception):  # an error of the bucket, which is reported below
+                self._manager.reload()  # orbax no longer lists the steps that the failed one would have replaced
             raise CheckpointError(
                 f"the checkpoint of step {self._step} could not be written to {self._folder}: {cause_of(error)};"
                 f" {self._way_out(error)}"
@@ -245,15 +298,18 @@ class Checkpointer:
 
     def _way_out(self, error: BaseException) -> str:
         """Advice for the error message of a failed save."""
-        advice = disk_advice(error, self._folder, self._bytes)
-        return f"complete steps: {self.steps()}; {advice}; the same command continues from the newest of them"
+        advice = f"{disk_advice(error, self._folder, self._bytes)}; the same command continues from the newest"
+        try:
+            return f"complete steps: {self.steps()}; {advice} of them"
+        except Exception:  # the bucket cannot be read either
+            return f"{advice} complete step"
 
 
 def _end_waiting_threads() -> None:
     """End the threads of a failed save, which would wait for the step's folder until SAVE_LIMIT_S has passed.
 
-    A process does not exit before its threads. They fail at once, since what they wait for does not exist. With several
-    hosts this process ends without waiting for its threads.
+    A process does not exit before its threads. The threads then fail at once, because the folder does not exist. With
+    several hosts, the process ends without waiting for its threads.
     """
     if jax.distributed.is_initialized():
         return
@@ -270,7 +326,7 @@ def _growing(folders: Callable[[], list[Path]], beat: Beat, every_s: float) -> I
     def watch() -> None:
         before = -1
         while not done.wait(every_s):
-            with contextlib.suppress(OSError):  # files are renamed meanwhile
+            with contextlib.suppress(Exception):  # files are renamed meanwhile; a bucket raises any kind
                 now = sum(sum(stored_sizes(folder).values()) for folder in folders())
                 if now != before:
                     beat()
@@ -325,11 +381,11 @@ def restore_state(
         folder: `checkpoints` of a run directory.
         step: None for the newest.
         abstract_state: shapes, dtypes and shardings, on any mesh.
-        base: fingerprint of the frozen weights that the state will be used with; None if there are none.
+        base: fingerprint of the frozen weights that the state will be used with; None without frozen weights.
         digests: compare every byte with its digest, not only file sizes.
 
     Raises:
-        CheckpointError: there is no such step, its files are damaged, or it belongs to another model or optimizer.
+        CheckpointError: the step does not exist, its files are damaged, or it belongs to another model or optimizer.
     """
     step = _checked_step(folder, step, digests=digests)
     targets = {"params": _named_arrays(abstract_state.params), "optimizer": _named_rest(abstract_state)}
@@ -353,21 +409,9 @@ def _check_base(path: Path, saved: str | None, base: str | None) -> None:
     """Raises CheckpointError if the adapters were trained on frozen weights other than `base`."""
     if saved != base:
         raise CheckpointError(
-            f"{path} has adapters of the base {saved}, and the config's model, as it is kept, is {base}: other weights,"
-            " or another lora.base; set model and lora.base to what the run was trained with"
+            f"{path} has adapters of the base {saved}, and the config's model, as stored, is {base}: its weights or "
+            "lora.base differ; set model and lora.base to what the run was trained with"
         )
-
-
-def _try_to_write(folder: Path) -> None:
-    """Create the folder, and write and delete a file in it; the name is unique, as other hosts do the same."""
-    if in_bucket(folder):
-        probe = folder / f".written-{uuid.uuid4().hex}"
-        probe.write_text("")
-        probe.unlink()
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
 
 
 def _rest(state: TrainState) -> TrainState:
@@ -375,15 +419,15 @@ def _rest(state: TrainState) -> TrainState:
 
 
 def _named_rest(state: TrainState) -> Params:
-    """All arrays but the parameters, by name; those of another model begin with the name of its role."""
+    """All arrays except the parameters, by name; names of another model's arrays begin with its role's name."""
     return {name.removeprefix("models."): array for name, array in _named_arrays(_rest(state)).items()}
 
 
 def saved_names(folder: Path, step: int | None) -> list[str]:
-    """The names of the arrays beside the parameters in a saved step of `checkpoints` (None: the newest).
+    """The names of all arrays except the parameters in a saved step (None: the newest).
 
-    Those of another model that changes begin with the name of its role, such as `critic.`, and those of adapted
-    coefficients with `coefs.`. Every process must call this.
+    Names of another model's arrays begin with its role's name and a dot, and those of adapted coefficients with
+    `coefs.`. Every process must call this.
     """
     _prepare_orbax(folder)
     step = _checked_step(folder, step, digests=False)

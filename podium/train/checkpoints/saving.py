@@ -1,8 +1,8 @@
 """Saves the steps of a run: when the config asks for it, and on every way out of the loop.
 
 An error in a reward function, in an environment or in an evaluation, a full disk, Ctrl-C, SIGTERM and the watchdog end
-a run between two of its checkpoints. The newest whole step is saved then, so that at most the step that was interrupted
-is trained again.
+a run between two of its checkpoints. In these cases the newest complete step is saved, so that at most the interrupted
+step has to be trained again.
 """
 
 import time
@@ -30,12 +30,12 @@ class SaveTimer:
         self._since = self._clock()
 
     def due(self) -> bool:
-        """Whether a save is due; the same on all hosts, which must all call this after each step."""
+        """Whether a save is due; the answer is the same on all hosts, and all must call this after each step."""
         return bool(self._every_s) and from_leader(lambda: self._clock() - self._since >= self._every_s)
 
 
 class Saving:
-    """Holds the newest whole step of a run, and saves it."""
+    """Holds the newest complete step of a run, and saves it."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Saving:
     ) -> None:
         """Save with `checkpointer`.
 
-        `to_continue` returns how a user continues the run, for messages. `on_failure` is called with the error that
-        ends the run, before the newest step is saved, so that it can be recorded with where it happened.
+        `to_continue` returns the command that continues the run, for messages. `on_failure` is called with the error
+        that ends the run, before the newest step is saved, so that the error is recorded where it happened.
         """
         self.checkpointer = checkpointer
         self._timer = timer
@@ -57,35 +57,38 @@ class Saving:
         self._to_continue = to_continue
         self._on_failure = on_failure
         self._first = self.done = 0
-        """The steps that were done when the run was opened, and now."""
+        """Number of steps done when the run was opened, and now."""
         self._whole: tuple[int, TrainState, Position] | None = None
 
     def begin(self, done: int, state: TrainState, position: Position) -> None:
-        """Start from `state` after `done` steps, of which nothing needs to be saved."""
+        """Start from `state` after `done` steps, which is saved already or needs no saving."""
         self._first = done
         self.reached(done, state, position)
 
     def reached(self, done: int, state: TrainState, position: Position) -> None:
-        """Take the state after `done` steps, in place of the one before, as soon as the update is complete."""
+        """Hold the state after `done` steps instead of the previous one; call this as soon as the update is
+        complete.
+        """
         self._whole = (done, state, position)
         self.done = done
 
     def after_step(self, *, score: float | None, last: bool) -> float | None:
-        """Save the newest step if it is due, or the `last`; returns the seconds that took, None if it is not saved.
+        """Save the newest step if it is due or `last`; returns the seconds that saving took, or None if it was not
+        saved.
 
         `score` is for `checkpoint.keep_best`; None if the step was not evaluated.
         """
         assert self._whole is not None, "a step was done"
-        due = self._timer.due()
+        due, before = self._timer.due(), self.checkpointer.postponed
         seconds = self.checkpointer.maybe_save(*self._whole, score=score, last=last, due=due)
-        if seconds is not None:
+        if seconds is not None or (self.checkpointer.postponed and not before):
             self._timer.restart()
         return seconds
 
     def save_newest(self) -> bool:
-        """Save the newest step completely; returns whether its state is still whole.
+        """Save the newest step completely; returns False if its state is lost.
 
-        An update frees the state before it, so a step whose successor's update failed cannot be saved any more.
+        An update frees the previous state, so if an update failed, the step before it can no longer be saved.
         """
         if self._whole is None:
             return False
@@ -97,10 +100,11 @@ class Saving:
         return True
 
     def rescue(self, error: BaseException | None = None) -> str | None:
-        """Save the newest step of a run that fails; returns what was saved and how to go on, None if nothing was done.
+        """Save the newest step of a failing run; returns a line that says what was saved and how to continue, or None
+        if no step was done.
 
-        `error` is what ends the run, if it is an error. Raises nothing: the caller has that to report. On several hosts
-        it saves only if all of them leave the loop.
+        `error` is the error that ends the run, if any. Never raises, because the caller has that error to report. On
+        several hosts, it saves only if all of them leave the loop.
         """
         if error is not None:
             self._on_failure(error)
@@ -108,12 +112,12 @@ class Saving:
             return None
         lost = f"step {self.done} could not be saved"
         if not self._stop.leaving_together:
-            return f"{lost}: the other hosts are still in the step after it; {self._way_on()}"
+            return f"{lost}: the other hosts are still in the next step; {self._way_on()}"
         try:
             if not self.save_newest():
-                self.checkpointer.wait()  # for a step before it
-                return f"{lost}: the update that failed had replaced its weights; {self._way_on()}"
-        except Exception as unsaved:  # whatever it is, it must not hide the error that ends the run
+                self.checkpointer.wait()  # the save of an earlier step
+                return f"{lost}: the update that failed had already replaced its weights; {self._way_on()}"
+        except Exception as unsaved:  # no failure here may hide the error that ends the run
             return f"{lost}: {cause_of(unsaved)}"
         return f"step {self.done} is saved; to continue: {self._to_continue()}"
 

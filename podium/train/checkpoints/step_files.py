@@ -24,9 +24,12 @@ import xxhash
 from podium.files import cause_of, in_bucket, write_atomically
 from podium.observe.identity import IDENTITY, RUN, stored_id
 from podium.observe.run_dir import saved_steps
+from podium.patience import fault_of, way_out
 
 SIZES, DIGESTS = "sizes.json", "digests.json"
 ASIDE = ".damaged"
+UNREADABLE = (OSError, ValueError, AttributeError, TypeError, KeyError)
+"""Errors of files that cannot be read, or are not the expected JSON."""
 BLOCK = 1 << 20  # bytes read at once: small enough for the CPU's cache, large enough for few calls
 READERS = 4
 Beat = Callable[[], None]
@@ -34,7 +37,7 @@ Beat = Callable[[], None]
 
 
 class Seal(TypedDict):
-    """Contents of digests.json. Versions that did not bind a step to its run wrote the value of `files` alone."""
+    """Contents of digests.json. Older versions, which did not record step and run, wrote only the value of `files`."""
 
     step: int
     run: str
@@ -43,14 +46,14 @@ class Seal(TypedDict):
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written, or cannot be read; the message says which, why, and what to do."""
+    """A checkpoint cannot be written or read; the message says which, why, and what to do."""
 
 
 def seal(path: Path, step: int, beat: Beat) -> None:
     """Write the digests, bound to step and run, and then the sizes of a step whose other files are complete.
 
     Raises:
-        CheckpointError: the run's id is lost, and the steps beside this one name several.
+        CheckpointError: identity.json is lost, and the other steps name more than one run.
     """
     # orbax still changes the files beside the folders
     sizes = {name: size for name, size in stored_sizes(path).items() if "/" in name}
@@ -62,30 +65,39 @@ def seal(path: Path, step: int, beat: Beat) -> None:
 
 
 def damage(path: Path, *, digests: bool, beat: Beat = lambda: None) -> str | None:
-    """Describe what is wrong with a step: its first damaged file, or another step or run in its place. None if intact.
+    """Describe what is wrong with a step: its first damaged file, or that it is really another step or of another run.
+    None if intact.
 
-    With `digests` every byte is read; otherwise only sizes, step and run are compared.
+    With `digests` every byte is read; otherwise only sizes, step and run are compared. Raises CheckpointError if a
+    bucket cannot be read.
     """
     try:
         return _wrong_sizes(path) or _wrong_place(path) or (_wrong_bytes(path, beat) if digests else None)
-    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:  # unreadable, or not the expected JSON
+    except Exception as error:
+        if in_bucket(path) and (fault := fault_of(error)) != "other":
+            advice = way_out(fault, str(path)[:2])
+            raise CheckpointError(f"{path} cannot be read: {cause_of(error)}; {advice}") from error
+        if not isinstance(error, UNREADABLE):
+            raise
         name = Path(getattr(error, "filename", None) or SIZES).name
         return f"{name} cannot be read: {cause_of(error)}"
 
 
 def newest_whole_step(folder: Path, announce: Callable[[str], None], beat: Beat) -> int | None:
-    """Find the newest intact step, comparing every byte; newer, damaged steps are renamed and announced.
+    """Find the newest intact step, comparing every byte; newer steps that are damaged are renamed and announced.
 
-    A lost identity.json is written again from the steps. Returns None if nothing is saved.
+    A lost identity.json is restored from the steps. Returns None if nothing is saved.
 
     Raises:
-        CheckpointError: there are steps, and all are damaged, or they are of several runs and identity.json is lost;
-            nothing is renamed.
+        CheckpointError: all steps are damaged, or identity.json is lost and the steps are of several runs; nothing is
+            renamed.
     """
     damaged: dict[int, str] = {}
     steps = saved_steps(folder)
     if steps and run_id(folder) is None and (run := _claim(folder)) in _runs(folder):
-        announce(f"{folder.parent / IDENTITY} was missing or unreadable; its checkpoints name run {run}: written again")
+        announce(
+            f"{folder.parent / IDENTITY} was missing or unreadable; its checkpoints name run {run}, so it was restored"
+        )
     for step in reversed(steps):
         if (what := damage(folder / str(step), digests=True, beat=beat)) is None:
             for worse, why in damaged.items():
@@ -96,8 +108,8 @@ def newest_whole_step(folder: Path, announce: Callable[[str], None], beat: Beat)
                 )
             if _stored(folder / str(step)).seal is None:
                 announce(
-                    f"checkpoint {step} is of a version that did not record its step and run: its bytes are intact,"
-                    " but a copy of another step would look the same"
+                    f"checkpoint {step} was written by a version that did not record its step and run: its bytes are "
+                    "intact, but a copy of another step would look the same"
                 )
             return step
         damaged[step] = what
@@ -111,12 +123,14 @@ def newest_whole_step(folder: Path, announce: Callable[[str], None], beat: Beat)
 
 
 def run_id(folder: Path) -> str | None:
-    """The id of the run that owns a `checkpoints` folder; None if no step was saved yet or it cannot be read."""
+    """The id of the run that owns a `checkpoints` folder; None if no step was saved yet or the id cannot be read."""
     return stored_id(folder.parent / IDENTITY)
 
 
 def stored_sizes(path: Path) -> dict[str, int]:
-    """Size in bytes of every file of a step, by path below its folder. S3's objects for folders are left out."""
+    """Size in bytes of every file of a step, by path below its folder. S3's objects that stand for folders are left
+    out.
+    """
     if in_bucket(path):
         return {name: int(about["size"]) for name, about in _objects(path).items() if not name.endswith("/")}
     files = (file for file in sorted(path.rglob("*")) if file.is_file())
@@ -124,15 +138,17 @@ def stored_sizes(path: Path) -> dict[str, int]:
 
 
 def _claim(folder: Path) -> str:
-    """The id of the run that owns the folder: that of run.json, or of its steps if the files are lost, or a new one."""
+    """The id of the run that owns the folder: taken from run.json, or from the steps if the files are lost, or newly
+    made.
+    """
     if (run := run_id(folder)) is not None:
         return run
     runs, own = _runs(folder), stored_id(folder.parent / RUN)
     if own is not None and runs and own not in runs:
         raise CheckpointError(
-            f"{folder.parent} is the folder of run {own} ({RUN}), and the checkpoints in it are of"
-            f" {' and of '.join(f'run {run}' for run in runs)}: put back this run's own checkpoints; to go on from the"
-            " other's weights, begin a run with another name and --from the folder of that run"
+            f"{folder.parent} is the folder of run {own} ({RUN}), and the checkpoints in it are of "
+            f"{' and of '.join(f'run {run}' for run in runs)}: put back this run's own checkpoints; to continue from "
+            "the other run's weights, start a run with another name and --from the folder of that run"
         )
     if own is None and len(runs) > 1:
         raise CheckpointError(
@@ -145,7 +161,9 @@ def _claim(folder: Path) -> str:
 
 
 def _runs(folder: Path) -> dict[str, list[int]]:
-    """The ids in the digests of the saved steps, each with its steps; unreadable and unbound steps are left out."""
+    """The ids in the digests of the saved steps, each with its steps; steps that are unreadable or record no run are
+    left out.
+    """
     found: dict[str, list[int]] = {}
     for step in saved_steps(folder):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -160,7 +178,8 @@ class _Stored(NamedTuple):
     files: dict[str, str]
     """Digest of every file, by path below the step's folder."""
     seal: Seal | None
-    """The digests with their step and run; None if written by an older version that did not record these."""
+    """The digests with their step and run; None if an older version, which did not record step and run, wrote
+    the file."""
 
 
 def _stored(path: Path) -> _Stored:
@@ -172,7 +191,7 @@ def _wrong_sizes(path: Path) -> str | None:
     sizes: dict[str, int] = json.loads((path / SIZES).read_text())
     stored = stored_sizes(path)
     if DIGESTS not in sizes:
-        return f"{SIZES} does not name {DIGESTS}, so nothing shows that its bytes are those that were written"
+        return f"{SIZES} does not list {DIGESTS}, so its digests cannot be trusted"
     for name, size in sizes.items():
         if name not in stored:
             return f"{name} is missing"
@@ -250,7 +269,7 @@ def _store(path: Path) -> _Store:
 
 
 def _objects(path: Path) -> dict[str, ObjectFacts]:
-    """The bucket's metadata of the objects below a folder, by path below it."""
+    """The bucket's metadata of the objects in a folder, by path relative to the folder."""
     root = str(path).partition("://")[2].rstrip("/") + "/"
     return {name.removeprefix(root): about for name, about in _store(path).find(root, detail=True).items()}
 
@@ -263,7 +282,7 @@ def _bucket_digest(about: ObjectFacts) -> str:
 
 
 def _read_digests(path: Path, names: Sequence[str], beat: Beat) -> dict[str, str]:
-    """XXH3 digests (128 bits, hexadecimal) of files, which are all read into the same buffer."""
+    """XXH3 digests (128 bits, hexadecimal) of files; all files are read into the same buffer."""
     block, found = memoryview(bytearray(BLOCK)), {}
     for name in names:
         digest = xxhash.xxh3_128()

@@ -24,14 +24,14 @@ DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 UNAVAILABLE = "unavailable"
 Mode = Literal["sharded", "gather"]
 Figure: TypeAlias = int | str | Sequence[int | str]
-"""A number or a name, or one for each axis or process; UNAVAILABLE where a device does not report it."""
+"""A number or a name, or one for each axis or process; UNAVAILABLE if a device does not report the figure."""
 
 
 def bench(*, mode: Mode, mesh_shape: str, dtype: str, target_bytes_gib: float, cols: int, require: int) -> int:
     """Print the figures of all processes as one JSON object; returns the exit status of `podium bench gather`.
 
-    `mesh_shape` is as `mesh:` in a config. The target is the size of the whole array, rounded up to full rows of `cols`
-    elements on every device. `require` is the number of processes that must be present; 0: any.
+    `mesh_shape` is written like `mesh:` in a config. The target is the size of the whole array, rounded up to full rows
+    of `cols` elements on every device. `require` is the number of processes that must be present; 0: any.
     """
     options = {"mode": mode, "mesh": mesh_shape, "dtype": dtype, "target": str(target_bytes_gib), "cols": str(cols)}
     with join_job({**os.environ, **({"REQUIRE_JAX_PROCESS_COUNT": str(require)} if require else {})}) as job:
@@ -103,7 +103,7 @@ def gathered(mesh: Mesh) -> jax.stages.Wrapped:
 
 
 def _of_all(name: str, local: int | None) -> dict[str, Figure]:
-    """A figure of this process, of all processes in order, and their maximum."""
+    """A figure of this process, the figures of all processes in order, and their maximum."""
     values = gather(local)
     known = [value for value in values if value is not None]
     return {

@@ -1,7 +1,7 @@
 """Optimizer moments in host memory: where they are stored between updates, and the update that streams them.
 
 The compiler would fetch all moments as early as possible, before the backward pass, which needs the memory; barriers do
-not prevent that. So each parameter's update is its own loop: a loop fetches its operands when it starts, and the loops
+not prevent this. So each parameter's update is its own loop: a loop fetches its operands when it starts, and the loops
 run one after another, after the gradient is complete.
 """
 
@@ -26,7 +26,9 @@ class Offloaded(optax.GradientTransformationExtraArgs):
 
 
 class OffloadedWhole(Offloaded):
-    """An offloaded optimizer that may combine several parameters, so all moments are fetched together."""
+    """An offloaded optimizer whose update of a parameter may depend on others, so that all moments are fetched
+    together.
+    """
 
 
 def offloaded(optimizer: optax.GradientTransformation, *, whole: bool) -> Offloaded:
@@ -40,7 +42,7 @@ def offloaded(optimizer: optax.GradientTransformation, *, whole: bool) -> Offloa
 
 
 def in_host_memory(sharding: Sharding) -> Sharding:
-    """The same sharding, in host memory."""
+    """The sharding with its memory changed to the host's."""
     return sharding.with_memory_kind(HOST_MEMORY)
 
 
@@ -50,13 +52,13 @@ def takes_no_device(sharding: Sharding) -> bool:
 
 
 def check_host_memory(mesh: Mesh) -> None:
-    """Raises ValueError if jax has no host memory that the mesh's devices can read."""
+    """Raise ValueError if the mesh's devices cannot read host memory through jax."""
     device = mesh.devices.flat[0]
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     if HOST_MEMORY not in kinds:
         raise ValueError(
-            f"train.offload_optimizer true needs a device that reads its host's memory ({HOST_MEMORY}), and jax has"
-            f" {' and '.join(kinds)} for {device.device_kind}; set train.offload_optimizer to false"
+            f"train.offload_optimizer true needs a device that can read host memory ({HOST_MEMORY}), and jax has "
+            f"{' and '.join(kinds)} for {device.device_kind}; set train.offload_optimizer to false"
         )
 
 
@@ -69,8 +71,8 @@ def apply_gradients(
 ) -> tuple[Params, optax.OptState, jax.Array]:
     """Apply an update; returns the parameters, the optimizer's state, and the norm of the update.
 
-    Moments from host memory return there. With `streamed`, only one parameter's moments are on the device at a time. On
-    a CPU, which has one memory, the program and its bits are the same with and without offloading.
+    Moments from host memory are moved back there. With `streamed`, only one parameter's moments are on the device at a
+    time. On a CPU, which has only one memory, the program and its results are the same with and without offloading.
     """
     if not (streamed and isinstance(optimizer, Offloaded)):
         updates, params, opt_state = _update(optimizer, grads, opt_state, params)
@@ -95,11 +97,11 @@ def apply_gradients(
 def _update(
     optimizer: optax.GradientTransformation, grads: Params, opt_state: optax.OptState, params: Params, **norm: jax.Array
 ) -> tuple[Params, Params, optax.OptState]:
-    """Return updates, parameters and state; moments from host memory return there."""
+    """Return updates, parameters and state; moments from host memory are moved back there."""
     waiting = jax.tree.map(lambda x: jax.typeof(x).memory_space == HOST, opt_state)
     move = lambda tree, to: jax.tree.map(lambda x, host: jax.device_put(x, to) if host else x, tree, waiting)  # noqa: E731
     changes, opt_state = optimizer.update(grads, move(opt_state, DEVICE), params, **norm)
-    updates = cast(Params, changes)  # optax's type of a tree is of any nesting
+    updates = cast(Params, changes)  # optax types a tree as arbitrarily nested
     return updates, jax.tree.map(jnp.add, params, updates), move(opt_state, HOST)
 
 
@@ -124,5 +126,5 @@ def _is_by_name(x: object, names: Collection[str]) -> bool:
 
 
 def _is_dict(x: object) -> TypeGuard[dict[str, object]]:
-    """Whether part of an optimizer's state is a dict; all of them are by parameter."""
+    """Whether part of an optimizer's state is a dict; all its dicts are keyed by parameter."""
     return isinstance(x, dict)

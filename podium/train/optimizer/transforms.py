@@ -49,8 +49,8 @@ def make_optimizer(
     """Build the optimizer of a config: `clip -> rule -> weight decay of matrices -> learning rate`.
 
     Weight decay is decoupled and multiplied by the learning rate, for every rule. Clipping uses the global norm of all
-    gradients. The specs say which parameters are matrices, and along which dimensions. With `offload` the moments stay
-    in the host's memory between updates.
+    gradients. `specs` tell which parameters are matrices, and along which dimensions. With `offload` the moments stay
+    in host memory between updates.
     """
     matrices = lambda params: {name: is_matrix(specs[name]) for name in params}  # noqa: E731
     made = optax.chain(
@@ -178,14 +178,15 @@ def _rule(config: OptimizerConfig, specs: ParamSpecs) -> optax.GradientTransform
     if config.name == "sgd":
         return optax.trace(config.beta1)  # momentum sums: steps are up to 1 / (1 - beta1) times the gradient's
     if config.name == "adafactor":
-        # without the paper's scaling by the parameter's norm, so that the learning rate means the same as for adamw
+        # unlike in the paper, steps are not scaled by the parameter's norm, so that the learning rate means the same as
+        # for adamw
         return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(ADAFACTOR_CLIP_RMS))
     if is_path(config.name):
         rule = imported(config.name, what="an optimizer", known=OPTIMIZER_COPIES)(config)
         if not isinstance(rule, optax.GradientTransformation):
             raise ValueError(
-                f"train.optimizer.name {config.name} gives {type(rule).__name__}; it must give an optax transformation,"
-                " such as optax.scale_by_adam(): clipping, decay and learning rate are added to it"
+                f"train.optimizer.name {config.name} returns {type(rule).__name__}; it must return an optax "
+                "transformation, such as optax.scale_by_adam(): clipping, decay and learning rate are added to it"
             )
         return rule
 

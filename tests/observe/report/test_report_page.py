@@ -91,7 +91,7 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(tmp_path):
     (content,) = report_object([run])["runs"]
     text = "\n".join(content["problems"])
     assert "metrics.jsonl: 2 lines are damaged (line 8, 44)" in text
-    assert "steps go back 1 times" in text
+    assert "step numbers decrease 1 times" in text
     assert re.search(r"metrics.jsonl: step \d+ is missing", text)
     assert "samples.jsonl: 2 lines are damaged" in text and "samples.jsonl: 1 lines are not samples" in text
     assert "summary.json is missing" in text and "config.yaml is damaged" in text

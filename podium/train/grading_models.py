@@ -1,6 +1,6 @@
-"""Reward models: frozen decoders that score conversations on the devices, after they were completed.
+"""Reward models: frozen decoders that score completed conversations on the devices.
 
-A conversation is written by the model's own chat template, and its score is that of its last token.
+A conversation is formatted by the reward model's own chat template; its score is that of its last token.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ from podium.tasks.task import Reward
 from podium.train.batches.batch import Batch, make_batch, take
 from podium.train.batches.samples import single_answer
 from podium.train.scorers import make_role_program, role_settings
-from podium.train.setup import Model, load_role_weights, make_train_settings
+from podium.train.setup import Model, load_role_weights
 from podium.train.step import CompiledScore, TrainSettings, shard_batch
 
 EPSILON = 1e-6
-"""Added to the deviation of scores that are standardised."""
+"""Added to the standard deviation by which scores are divided."""
 PROBE = "qzANSWERzq"
 TRIED: tuple[Message, ...] = ({"role": "assistant", "content": PROBE},)
 TRIED_CALL: tuple[Message, ...] = (
@@ -46,7 +46,7 @@ TRIED_CALL: tuple[Message, ...] = (
     {"role": "tool", "name": PROBE, "tool_call_id": "call00000", "content": PROBE},
     *TRIED,
 )
-"""Messages with which chat templates are tried; each has PROBE at least once."""
+"""Messages with which chat templates are tested; each contains PROBE at least once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,27 +58,27 @@ class Conversation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardModel:
+class GradingModel:
     """A reward model with its weights."""
 
     role: Role
     spec: ConversationSpec
-    """How it grades; that of `role`."""
+    """How the model grades; the same as in `role`."""
     source: ModelSource
     tokenizer: Tokenizer
     pad_token: int | None
-    """The token that transformers takes for padding, which has no score; None if absent."""
+    """The token that transformers treats as padding, which gets no score; None if absent."""
     tool_format: ToolFormat | None
-    """How its chat template shows tools; None: no task that it grades has tools."""
+    """How the chat template presents tools; None if no task that the model grades has tools."""
     weights: str
-    """The fingerprint of its weights, which are not part of the run's checkpoints."""
+    """Fingerprint of the model's weights, which are not part of the run's checkpoints."""
     params: Params
     settings: TrainSettings
-    """The trainer's, with its decoder."""
+    """The trainer's settings, with the reward model's decoder."""
     program: CompiledScore
 
     def written(self, conversation: Conversation) -> str:
-        """A conversation as its chat template writes it. Raises TemplateError if the template rejects it."""
+        """Format a conversation with the model's chat template. Raises TemplateError if the template rejects it."""
         messages = conversation.messages
         if self.tool_format is not None:
             messages = self.tool_format.with_tools(messages, conversation.tools)
@@ -92,9 +92,9 @@ class RewardModel:
         return tokens
 
     def check(self, feed: Feed, prompts: Sequence[TaskPrompt]) -> None:
-        """Check, with a prompt of each task, that the chat template writes the task's conversations.
+        """Check, with one prompt of each task, that the chat template can format the task's conversations.
 
-        Raises ValueError if it does not write the answer, a call or a tool's reply.
+        Raises ValueError if the text lacks the answer, a tool call or a tool's reply.
         """
         for prompt in prompts:
             if self.spec.part not in feed.tasks.levels[prompt.task].rewards:
@@ -110,12 +110,12 @@ class RewardModel:
                 raise ValueError(f"{where} rejects prompt {prompt.prompt.id} with an answer: {error}") from error
             if text.count(PROBE) < len(said):
                 raise ValueError(
-                    f"{where} does not write {'calls of tools and their replies' if tools else 'answers'}; give it"
-                    " another chat_template, or take a model that was trained on such conversations"
+                    f"{where} leaves out {'calls of tools and their replies' if tools else 'answers'}; give the model "
+                    "another chat_template, or take a model that was trained on such conversations"
                 )
 
     def scores(self, conversations: Sequence[Conversation]) -> list[float | None]:
-        """The score of each conversation; None: it is longer than `row_tokens`."""
+        """The score of each conversation; None for one that is longer than `row_tokens`."""
         written = [self.tokens(each) for each in conversations]
         fitting = [index for index, tokens in enumerate(written) if len(tokens) <= self.spec.row_tokens]
         found = self._scores([written[index] for index in fitting])
@@ -125,7 +125,7 @@ class RewardModel:
         return scores
 
     def scored(self, groups: Sequence[Group], feed: Feed) -> tuple[list[Group], int]:
-        """The groups with scores in their rewards, and the number of answers that are too long for one.
+        """Returns the groups with scores added to their rewards, and the number of answers that are too long to score.
 
         Groups of tasks whose rewards do not name the model, and conversations that failed, are not scored.
         """
@@ -146,7 +146,8 @@ class RewardModel:
         return made, sum(score is None for score in found)
 
     def standardised(self, groups: Sequence[Group]) -> list[Group]:
-        """With `standardise: batch`, the groups with each score standardised in the totals of rewards.
+        """With `standardise: batch`, replace each score in the total rewards by its standardised value; otherwise
+        change nothing.
 
         A standardised score is (score - mean) / standard deviation, both taken over all groups. The parts of rewards
         keep the scores themselves.
@@ -166,14 +167,14 @@ class RewardModel:
         return [dataclasses.replace(group, rewards=[moved(each) for each in group.rewards]) for group in groups]
 
     def _scores(self, written: Sequence[Sequence[int]]) -> list[float]:
-        """The scores of the last tokens of sequences, which are packed into rows."""
+        """Pack sequences into rows and return the score of each sequence's last token."""
         if not written:
             return []
         samples = [
             single_answer(
                 group=index,
                 prompt=(tokens[0],),
-                tokens=np.array([*tokens[1:], 0], np.int32),  # targets, of which the last is read by nothing
+                tokens=np.array([*tokens[1:], 0], np.int32),  # targets; the last one is never read
                 sampled_logprobs=np.zeros(len(tokens), np.float32),
             )
             for index, tokens in enumerate(written)
@@ -190,35 +191,35 @@ class RewardModel:
 
 
 def _one(batch: Batch[np.ndarray], index: int) -> Batch[np.ndarray]:
-    """One micro-batch of a batch, as its own batch."""
+    """Select one micro-batch, as a batch."""
     return jax.tree.map(lambda x: x[index : index + 1] if x.ndim >= 3 else x, batch)
 
 
-def load_reward_models(spec: RolloutSpec, update: UpdateSpec, mesh: Mesh) -> tuple[RewardModel, ...]:
-    """Load the reward models that tasks use, sharded as the trainer's weights are.
+def load_grading_models(spec: RolloutSpec, update: UpdateSpec, mesh: Mesh) -> tuple[GradingModel, ...]:
+    """Load the reward models that tasks use, sharded like the trainer's weights.
 
-    Raises ValueError if one is unusable; the message names it.
+    Raises ValueError, naming the model, if one is unusable.
     """
     check_conversations(spec, mesh.shape)
     found = []
     for role in spec.grading_models:
         own = role.conversations
         assert own is not None, "it grades conversations"
-        where, source = role.title, find_source(role.model)
+        where, source = role.title, find_source(role.model, waits=True)
         tokenizer = load_tokenizer(source, own.chat_template, template_date=own.template_date, template=False)
         if not tokenizer.has_template:
             raise ValueError(
-                f"{where}: the tokenizer of {role.model} has no chat template; write the one that it was trained with,"
-                " and set reward_models' chat_template: path.jinja"
+                f"{where}: the tokenizer of {role.model} has no chat template; write down the template that the model "
+                "was trained with, and set reward_models' chat_template: path.jinja"
             )
         tokenizer.check_vocab(role.decoder.vocab)
         asked = [task for task in spec.prompts.tasks if own.part in task.rewards]
         with_tools = any(held is not None and held.tools for held in map(conversing, asked))
         model = Model(source=source, decoder=role.decoder, tokenizer=tokenizer, mesh=mesh)
         params = load_role_weights(model)
-        settings = role_settings(role, make_train_settings(update, role.decoder, mesh))
+        settings = role_settings(role, TrainSettings(role.decoder, mesh, update))
         found.append(
-            RewardModel(
+            GradingModel(
                 role=role,
                 spec=own,
                 source=source,
@@ -235,7 +236,7 @@ def load_reward_models(spec: RolloutSpec, update: UpdateSpec, mesh: Mesh) -> tup
 
 
 def _conversation(group: Group, index: int, feed: Feed) -> Conversation:
-    """What a reward model reads of a group's transcript."""
+    """The part of a group's transcript that a reward model reads."""
     transcript = group.transcripts[index]
     first = group.firsts[index] if group.firsts else None
     held = feed.conversing[group.prompt.task]
