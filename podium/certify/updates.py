@@ -62,7 +62,7 @@ from podium.train.scorers import (
     role_settings,
     with_scores,
 )
-from podium.train.state import init_state
+from podium.train.state import TrainState, init_state
 from podium.train.step import (
     TrainPrograms,
     TrainSettings,
@@ -186,7 +186,7 @@ class Updates:
         state, found = init_state(params, DESCENT), []
         for _ in range(times):
             state, metrics = programs.train_step(state, placed, frozen | taught)
-            found.append(Update(float(metrics["loss"]), _host(state.opt_state[0]), _host(state.params | frozen)))
+            found.append(Update(float(metrics["loss"]), _kept_gradients(state), _host(state.params | frozen)))
         return found
 
     def _prepared(
@@ -251,7 +251,7 @@ class Updates:
         placed = dataclasses.replace(placed, scores={**placed.scores, VALUES: placed.scores[VALUES] + late})
         step = make_value_step(role_settings(model.role, settings), DESCENT, clip=clip)
         state, metrics = step(init_state(model.params(form.mesh), DESCENT), placed)
-        found = Update(float(metrics["loss"]), _host(state.opt_state[0]), _host(state.params))
+        found = Update(float(metrics["loss"]), _kept_gradients(state), _host(state.params))
         return found, naive_value_update(_with_moved_values(subject.sequences), model, clip)
 
     def programs(self, form: Form) -> tuple[TrainSettings, TrainPrograms]:
@@ -467,6 +467,12 @@ def _naive_gradient(decoder: DecoderConfig, rules: Rules, temperature: float) ->
         return values, {name: each[0] for name, each in both.items()}, {name: each[1] for name, each in both.items()}
 
     return gradients
+
+
+def _kept_gradients(state: TrainState) -> Arrays:
+    """The gradients that the first link of `DESCENT` keeps."""
+    links: Any = state.opt_state
+    return _host(links[0])
 
 
 def _host(params: Any) -> Arrays:
