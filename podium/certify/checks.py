@@ -5,6 +5,7 @@ gradient wrong too. Differences are relative differences of norms in float32; wh
 is 0.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
@@ -107,7 +108,8 @@ def _score_error(updates: Updates, temperature: float, expected: list[np.ndarray
     `expected` has one array per completion.
     """
     subject = updates.subject
-    settings = updates.programs(UNPACKED)[0]._replace(temperature=temperature)
+    settings = updates.programs(UNPACKED)[0]
+    settings = settings._replace(update=dataclasses.replace(settings.update, temperature=temperature))
     batch = shard_batch(updates.batch(UNPACKED), settings.computing)
     rows = np.concatenate(np.asarray(make_score(settings)(subject.params(one_device()), batch)))  # a completion in each
     starts = [len(group.tokens) - 1 for group in subject.groups for _ in group.transcripts]
