@@ -27,7 +27,7 @@ from podium.sampling.groups import Group
 from podium.tasks.task import FAILED
 
 OF_MODEL = ("log-probabilities", "temperature")
-OF_SAMPLER = ("sampling", "sampler", "long completions")
+OF_SAMPLER = ("sampling", "sampler", "long completions", "later turns")
 DRAW_BAR = 1e-4
 """How far a random number may lie outside the range of its token: the ends of ranges are sums of probabilities, each as
 far off as its log-probability may be, which is 1e-5 of about 10 nats."""

@@ -19,13 +19,13 @@ from podium.certify.numbers_task import (
     LONGEST_QUESTION,
     LetterBackend,
 )
-from podium.certify.tiny import Arrays
+from podium.certify.tiny import Arrays, with_long_window
 from podium.config.schema import Config
 from podium.hosts.platform import machine_of
 from podium.models.architecture import DecoderConfig
 from podium.models.params import TRAIN_AXES, frozen_specs, param_specs, trained_specs
 from podium.models.text.tokenizer import Tokenizer
-from podium.rollout.request import Completion, Request
+from podium.rollout.request import Completion, Request, StopReason
 from podium.rollout.transcript import Transcript, transcript_of
 from podium.run.resolve import resolve_rollout, sampling_params
 from podium.run.run_spec import Role
@@ -49,6 +49,8 @@ SPAN_ARRAYS = ("tokens", "sampled_logprobs", "full_logprobs", "versions")
 HINT = 12  # most tokens by which a privileged prompt is longer than the policy's
 ALIKE = 1  # index of the group whose completions all have the same reward
 TALK = 2  # index of the group whose longer episodes contain an environment's replies
+LIMITS: tuple[StopReason, ...] = ("length", "turns", "drawn", "calls", "timeout")
+"""Limits that end an episode, which is then truncated."""
 FAILED = 3  # index of the group in which an episode fails, in the checks of batches
 
 
@@ -173,8 +175,8 @@ class Subject:
         """The graded groups of one step, with the special cases that updates must handle.
 
         Groups have different reward sums. In one group all rewards are equal, in one the longer episodes are
-        conversations of up to three turns, and one completion was cut at the maximum length. Rewards of preferences
-        are 1 and -1 instead.
+        conversations of up to three turns, and every limit has cut an episode. Rewards of preferences are 1 and -1
+        instead.
         """
         random = np.random.default_rng(2)
         groups = []
@@ -191,8 +193,9 @@ class Subject:
                 turns = [
                     _divided(float(reward), each.num_turns) for reward, each in zip(rewards, transcripts, strict=True)
                 ]
-            if index == len(self.prompts) - 1:
-                transcripts[-1] = dataclasses.replace(transcripts[-1], finish_reason="length")
+            for place, reason in enumerate(LIMITS[index :: len(self.prompts)], start=1):
+                if place <= len(transcripts):
+                    transcripts[-place] = dataclasses.replace(transcripts[-place], finish_reason=reason)
             groups.append(make_group(index, transcripts, rewards, turns, greedy=0.1 + 0.3 * index))
         return groups
 
@@ -362,7 +365,10 @@ def episode_of(transcript: Transcript, reward: Reward, baseline: float = np.nan,
 
 
 def with_long_sequences(subject: Subject) -> Subject:
-    """The same subject with a step of long sequences: they fill many pages and blocks, and prompts many chunks."""
+    """The same subject with a step of long sequences: they fill many pages and blocks, and prompts many chunks.
+
+    The windows of a clone are longer too, so that the pages of a window are fewer than those of a sequence.
+    """
     rollout = subject.config.rollout.model_copy(
         update={
             "max_prompt_tokens": LONG.longest_prompt,
@@ -373,7 +379,9 @@ def with_long_sequences(subject: Subject) -> Subject:
             "reproducible": True,  # prompts enter in chunks of 128 tokens
         }
     )
-    return dataclasses.replace(subject, config=subject.config.model_copy(update={"rollout": rollout}), lengths=LONG)
+    config = subject.config.model_copy(update={"rollout": rollout})
+    decoder = subject.decoder if subject.full else with_long_window(subject.decoder)
+    return dataclasses.replace(subject, config=config, decoder=decoder, lengths=LONG)
 
 
 def shortest_prompt(recipe: Recipe) -> int:
