@@ -16,7 +16,7 @@ _HARMFUL = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def printable(text: str) -> str:
-    """Share of a GPU's memory that Podium lets jax reserve for arrays; jax's default is three quarters."""
+    """Escape everything in the text that could move the cursor, change colours or confuse a terminal; line ends too."""
     return "".join(LINE_END if each == "\n" else _visible(each) for each in text)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 
 import jax.numpy as jnp
 
+import podium.rollout.cache
 import podium.rollout.engine_weights
 import podium.rollout.programs
 from benches.record import ROOT
@@ -26,7 +27,6 @@ from podium.hlo.cost import ProgramCost, roofline
 from podium.hlo.hlo_text import Computation, Instruction, Module, parse
 from podium.hlo.liveness import computations_run
 from podium.hlo.traffic import fused, products, updates
-from podium.kernels import gpu_decode
 from podium.models.architecture import DecoderConfig, rollout_decoder, unrolled
 from podium.models.params import param_specs
 from podium.plan.calibration import calibrated, load_chip
@@ -55,7 +55,7 @@ def main(machine: str, form: str, slots: str, context: str, *settings: str) -> N
         podium.rollout.engine_weights.engine_decoder = lambda decoder, rules: rollout_decoder(decoder)
         podium.rollout.programs.engine_decoder = lambda decoder, rules: rollout_decoder(decoder)
         podium.rollout.programs.engine_options = lambda platform: {}
-        gpu_decode.fits = lambda page_tokens, head_dim: False
+        podium.rollout.cache.gpu_kernel_decodes = lambda page_tokens, head_dim: False
     if form == "layers":
         podium.rollout.engine_weights.engine_decoder = lambda decoder, rules: unrolled(rollout_decoder(decoder))
         podium.rollout.programs.engine_decoder = lambda decoder, rules: unrolled(rollout_decoder(decoder))

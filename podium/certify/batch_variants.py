@@ -60,6 +60,7 @@ def variants() -> Iterator[Variant]:
         share = {"cov_share": 0.1, **({"cov_low": 0.01} if loss == "clip_cov" else {})}
         yield make_variant("grpo", {**halves, "loss": loss, "loss_options": share})
     yield make_variant("ppo", {"std": "none", "mask_truncated": True}, {"gamma": 0.9, "lam": 0.8})
+    yield make_variant("ppo", {"kl": "k1_reward", "kl_coef": 0.05})
     taught: list[tuple[str, Literal["sampled", "full"]]]
     taught = [("distill", "sampled"), ("grpo", "sampled"), ("distill", "full")]
     for name, loss in taught:

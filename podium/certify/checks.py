@@ -68,7 +68,7 @@ def model_checks(updates: Updates) -> Iterator[Check]:
             difference=adapter_errors(subject),
             bar=0,
         )
-    causes = ("positions", *adapters)
+    causes = ("every token once", "prompts untrained", "positions", *adapters)
     own = (*causes, "log-probabilities")
     for name, at, after in (("log-probabilities", 1.0, causes), ("temperature", OTHER_TEMPERATURE, own)):
         naive = subject.naive_scores(tokens, starts, subject.weights, at).logprobs

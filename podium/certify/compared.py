@@ -13,7 +13,7 @@ import numpy as np
 from podium.algorithms.recipes import Recipe
 from podium.certify.batches import OF_BATCH
 from podium.certify.check_result import BAR, RUN_BAR, Check, largest
-from podium.certify.drawn import OF_MODEL, fits, sampling_checks
+from podium.certify.drawn import OF_MODEL, fits, sampling_checks, versions_of
 from podium.certify.evaluated import evaluation_check
 from podium.certify.followed import Followed, follow, rules_of_run
 from podium.certify.formulas import BFLOAT16_BAR, BFLOAT16_MUON_BAR, CLAIMS, MUON_BAR
@@ -42,10 +42,13 @@ OF_UPDATE = (
     "scoring models",
     "loss",
     "gradient",
+    "packing",
+    "shared prompts",
+    "micro-batches",
     "long sequences",
     "optimizer steps",
 )
-"""Names of the checks that explain red ones of a run's updates."""
+"""Names of the checks whose failure explains a failed check of a run's updates."""
 
 
 def training_checks(updates: Updates) -> Iterator[Check]:
@@ -102,7 +105,7 @@ def _answer_checks(subject: Subject, training: Training) -> Iterator[Check]:
             )
         ),
         bar=0,
-        after=(*talk, *(("order of prompts",) if talk else ())),
+        after=("ends of answers", *talk, *(("order of prompts",) if talk else ())),
     )
     if not subject.recipe.demonstrations:
         yield Check(
@@ -359,7 +362,14 @@ def _other_step(found: Step, expected: Step) -> int:
 
     Adds 1 if the steps differ in their number of updates or episodes, and 1 if the prompts that they leave differ.
     """
-    ours, theirs = ([each for group in step.groups for each in episodes_of(group)] for step in (found, expected))
+    ours, theirs = (
+        [
+            (episode, versions_of(transcript).tolist())
+            for group in step.groups
+            for episode, transcript in zip(episodes_of(group), group.transcripts, strict=True)
+        ]
+        for step in (found, expected)
+    )
     made = [(step.updates, *step.learned.values()) for step in (found, expected)]
     sizes = [(*map(len, own), len(step.state)) for own, step in zip(made, (found, expected), strict=True)]
     other = int(sizes[0] != sizes[1] or len(ours) != len(theirs))

@@ -1,21 +1,28 @@
 """Compares an evaluation of a watched run's last weights with the naive form: questions, answers and scores."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from podium.certify.check_result import Check
 from podium.certify.drawn import DRAW_BAR, OF_MODEL, OF_SAMPLER, Drawing, Sampling, compared, fits
 from podium.certify.naive_draws import NO_CUT, Cut, request_seed
-from podium.certify.numbers_task import QUESTIONS
+from podium.certify.numbers_task import EVALUATED, TOO_LONG
 from podium.certify.small_run import EVAL_SAMPLES
 from podium.certify.subject import Subject
 from podium.certify.talk import asked, is_right
 from podium.certify.training import Evaluated, Training
+from podium.observe.stats import TaskScores
 from podium.sampling.groups import Group
+from podium.tasks.task import Reward
 
-AFTER = ("hand-over", "repetition penalty", "cuts", "order of prompts", "draws", "conversations", "episodes")
+OF_RUN = ("ends of answers", "order of prompts", "conversations", "episodes")
+OF_DRAWS = ("hand-over", "repetition penalty", "cuts", "draws")
 LIKELIEST = 1e-4  # nats by which a greedy token may be less likely than the likeliest one, since rounding may swap them
+Z_95 = 1.959963984540054  # standard deviations that hold 95 % of a normal distribution
+ASKED = [(index, question) for index, question in enumerate(EVALUATED) if question != TOO_LONG]
+"""The questions that fit, with their places among all."""
 
 
 def evaluation_check(subject: Subject, training: Training) -> Check:
@@ -34,15 +41,15 @@ def evaluation_check(subject: Subject, training: Training) -> Check:
         claim="every evaluation question is answered greedily and by sampling, as eval says, and the scores are right",
         difference=float(sum(wrong)),
         bar=0,
-        after=(*OF_MODEL, *OF_SAMPLER, *AFTER),
+        after=(*OF_MODEL, *OF_SAMPLER, *OF_DRAWS, *OF_RUN),
     )
 
 
 def _wrong_answers(subject: Subject, training: Training, found: Evaluated, groups: Sequence[Group]) -> int:
     """Number of answers that are missing, answer another question, or have a wrong end or reward."""
-    questions, count = list(map(str, reversed(range(QUESTIONS)))), 1 if groups is found.greedy else EVAL_SAMPLES
-    wrong = abs(len(groups) - QUESTIONS)
-    for index, (question, group) in enumerate(zip(questions, groups, strict=False)):
+    count = 1 if groups is found.greedy else EVAL_SAMPLES
+    wrong = abs(len(groups) - len(ASKED))
+    for (index, question), group in zip(ASKED, groups, strict=False):
         wrong += (group.prompt.prompt.id, len(group.transcripts)) != (question, count)
         for place, pair in enumerate(zip(group.transcripts, group.rewards, strict=True)):
             own = asked(training, question, _seed(training, found, index), place)
@@ -66,7 +73,7 @@ def _wrong_draws(subject: Subject, training: Training, found: Evaluated) -> int:
                 seed=_seed(training, found, index),
                 completion=completion,
             )
-            for index, group in enumerate(groups)
+            for (index, _), group in zip(ASKED, groups, strict=False)
             for completion, transcript in enumerate(group.transcripts)
         ]
         wrong += sum(int(np.any(span.versions != version)) for each in drawings for span in each.transcript.drawn)
@@ -79,21 +86,52 @@ def _wrong_draws(subject: Subject, training: Training, found: Evaluated) -> int:
 
 
 def _wrong_scores(found: Evaluated) -> int:
-    """Number of scores that are not the means of the answers' rewards."""
+    """Number of scores that differ from those of the answers' rewards; a question too long to be asked is wrong."""
     right = [
         np.array([[min(1.0, max(0.0, reward.parts["correct"])) for reward in group.rewards] for group in groups])
         for groups in (found.greedy, found.sampled)
     ]
     greedy, sampled = right
-    cut = [transcript.finish_reason != "stop" for group in found.greedy for transcript in group.transcripts]
-    whole = greedy[:, 0] * ~np.array(cut)
-    scores = found.scores
+    answers = [transcript for group in found.greedy for transcript in group.transcripts]
+    cut = np.array([transcript.finish_reason != "stop" for transcript in answers])
+    rewards = [reward for group in found.greedy for reward in group.rewards]
+    scores, n = found.scores, len(EVALUATED)
+    passed = [_share_of_sets(sampled, size) / n for size in range(1, EVAL_SAMPLES + 1)]
     pairs = (
-        (scores.accuracy, greedy.mean()),
-        (scores.completed_accuracy, whole.mean()),
-        (scores.avg_at_k, sampled.mean()),
-        (scores.pass_at_k, np.mean([any(x >= 1 for x in row) for row in sampled.tolist()])),
-        (scores.truncated_fraction, np.mean(cut)),
-        (scores.questions, QUESTIONS),
+        (scores.accuracy, greedy.sum() / n),
+        (scores.completed_accuracy, (greedy[:, 0] * ~cut).sum() / n),
+        (scores.avg_at_k, sampled.sum() / EVAL_SAMPLES / n),
+        (scores.pass_at_k, passed[-1]),
+        *zip(scores.passes.values(), passed, strict=False),
+        *((scores.scores.get(name), np.mean([each.parts[name] for each in rewards])) for name in _others(rewards)),
+        (scores.truncated_fraction, cut.mean()),
+        (scores.completion_tokens, np.mean([each.num_drawn for each in answers])),
+        (scores.questions, n),
+        (scores.too_long, n - len(ASKED)),
+        (len(scores.passes), EVAL_SAMPLES),
+        *((error, 0.0) for error in _interval_errors(scores, n)),
     )
     return sum(1 for own, expected in pairs if own is None or abs(own - expected) > 1e-9)
+
+
+def _share_of_sets(right: np.ndarray, size: int) -> float:
+    """For each question with its answers [n, k], the share of sets of this size that hold a right one; their sum."""
+    sets = list(itertools.combinations(range(right.shape[1]), size))
+    return float(sum(np.mean([row[list(each)].max() >= 1 for each in sets]) for row in right))
+
+
+def _others(rewards: Sequence[Reward]) -> list[str]:
+    """The parts of rewards besides that of right answers."""
+    return sorted({name for reward in rewards for name in reward.parts} - {"correct"})
+
+
+def _interval_errors(scores: TaskScores, n: int) -> Iterator[float]:
+    """Yield for each end x of an interval how far (p - x)^2 = z^2 x (1 - x) / n, Wilson's condition, is from true."""
+    for share, interval in (
+        (scores.accuracy, scores.accuracy_interval),
+        (scores.pass_at_k or 0.0, scores.pass_at_k_interval or (0.0, 1.0)),
+    ):
+        low, high = interval
+        yield float(not low <= share <= high)
+        for end in interval:
+            yield (share - end) ** 2 - Z_95**2 * end * (1 - end) / n

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podium.algorithms.losses import Tokens, entropy_loss, policy_loss
+from podium.certify.answer_ends import ends_check
 from podium.certify.check_result import Check, largest
 from podium.certify.mixtures import choice_check, mixture_check
 from podium.certify.naive import Scores, Sequences, in_float64, kl_losses, objective, policy_losses
@@ -171,8 +172,9 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
     yield from _rule_checks()
     yield moments_check()
     yield sampling_check()
-    yield mixture_check()
+    yield mixture_check(updates.subject.rollouts.spec)
     yield choice_check()
+    yield ends_check()
 
 
 def formula_cases(own: Rules) -> dict[str, list[Changes]]:

@@ -1,5 +1,6 @@
 """Checks of long sequences: in the engine over many pages, in the trainer over many blocks, both past 256 positions."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -7,11 +8,16 @@ import numpy as np
 from podium.certify.batches import OF_BATCH
 from podium.certify.check_result import Check, largest
 from podium.certify.formulas import CLAIMS
-from podium.certify.subject import LONG, with_long_sequences
+from podium.certify.subject import LONG, Subject, with_long_sequences
 from podium.certify.updates import Form, Updates, gradient_difference, loss_difference
+from podium.rollout.engine import RolloutEngine
+from podium.rollout.request import Completion, Key
 
 ROW_TOKENS = LONG.longest_prompt + 2 * LONG.completion
 ROWS = 2
+TURN_TOKENS = 9
+REPLY = (3, 1, 4, 1, 5)
+"""What is given between two turns of at most TURN_TOKENS each."""
 OF_FORMS = ("packing", "shared prompts", "micro-batches", "as configured")
 
 
@@ -26,6 +32,12 @@ def long_checks(updates: Updates) -> Iterator[Check]:
         claim="the sampler's log-probabilities after prompts of up to 250 tokens are those of the naive model",
         difference=float(max(errors) / np.abs(naive).max()),
         after=("sampling", "log-probabilities", "temperature", "sampler"),
+    )
+    yield Check(
+        name="later turns",
+        claim="the sampler's log-probabilities in a conversation's second turn are those of the naive model",
+        difference=_later_turns_error(subject),
+        after=("sampling", "log-probabilities", "temperature", "sampler", "long completions"),
     )
     long = Updates(subject, updates.recipe)
     (found,), expected = long.run(Form(rows=ROWS, row_tokens=ROW_TOKENS, train={})), long.naive(subject.weights)
@@ -42,3 +54,35 @@ def long_checks(updates: Updates) -> Iterator[Check]:
         bar=long.bar(difference),
         after=(*OF_BATCH, *CLAIMS, "log-probabilities", "temperature", "scoring models", "loss", "gradient", *OF_FORMS),
     )
+
+
+def _later_turns_error(subject: Subject) -> float:
+    """The largest error of a log-probability in conversations of two turns, relative to the largest one.
+
+    Between the turns the engine parks them, as while an environment replies.
+    """
+    engine, requests = subject.rollouts.engine, subject.requests
+    settings = dataclasses.replace(requests[0].sampling, max_new_tokens=TURN_TOKENS)
+    asked = {engine.submit(dataclasses.replace(each, sampling=settings, keep=True)): each.prompt for each in requests}
+    first = _turns(engine)
+    for key in first:
+        engine.extend(key, REPLY, settings, seed=key.request)
+    second = _turns(engine)
+    tokens = np.zeros((len(second), subject.room.prompt + subject.room.continuation), np.int32)
+    starts = np.array([len(asked[key.request]) for key in second], np.int32)
+    for row, (key, last) in enumerate(second.items()):
+        whole = (*asked[key.request], *first[key].tokens.tolist(), *REPLY, *last.tokens.tolist())
+        tokens[row, : len(whole)] = whole
+    naive = subject.naive_scores(tokens, starts, subject.weights).logprobs
+    errors: list[float] = []
+    for row, (key, last) in enumerate(second.items()):
+        begin = len(first[key].tokens) + len(REPLY)
+        errors.append(float(np.abs(last.full_logprobs - naive[row, begin : begin + len(last.tokens)]).max()))
+    return largest(errors) / float(np.abs(naive).max())
+
+
+def _turns(engine: RolloutEngine) -> dict[Key, Completion]:
+    """The turns that end until the engine has no more to do."""
+    while engine.busy:
+        engine.step()
+    return dict(engine.poll())

@@ -1,20 +1,26 @@
 """Checks which prompts are drawn: by weights, curricula and progress; and which a step takes of those in flight."""
 
+import dataclasses
+import json
 from collections.abc import Sequence
 
 import numpy as np
 
 from podium.certify.check_result import Check
-from podium.certify.naive_mixture import NaiveMixture
-from podium.certify.numbers_task import NAME, QUESTIONS
+from podium.certify.naive_draws import request_seed
+from podium.certify.naive_mixture import Draw, NaiveMixture
+from podium.certify.numbers_task import LONGEST_QUESTION, NAME, QUESTIONS, LetterBackend
 from podium.config.data import DataConfig, ProgressConfig, RetireConfig
 from podium.config.schema import CurriculumConfig, TaskConfig
+from podium.models.text.tokenizer import Tokenizer
 from podium.rollout.request import Completion
 from podium.rollout.transcript import transcript_of
-from podium.sampling.conversations.carry import Pending, chosen
+from podium.run.run_spec import PromptSpec, RolloutSpec
+from podium.sampling.conversations.carry import Pending, Position, chosen
 from podium.sampling.conversations.episode import Episode
-from podium.sampling.feed import EncodedPrompt
-from podium.tasks.mixture import TaskMixture, TaskPrompt
+from podium.sampling.feed import EncodedPrompt, Feed
+from podium.sampling.partial_rollouts import PartialRollouts
+from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Prompt
 
 FIRSTS: Sequence[tuple[Sequence[Sequence[int]], int | None]] = (
@@ -26,8 +32,10 @@ FIRSTS: Sequence[tuple[Sequence[Sequence[int]], int | None]] = (
 )
 """For a prompt: the versions of the weights that drew the tokens of each of its answers, some of which were carried
 over updates; and the version of the prompt's first token, None if none has been drawn."""
-DRAWS = 90
+DRAWS, RESUMED, IN_FLIGHT = 90, 2, 6
+"""Prompts that are drawn, after how many a run is resumed, and how many are in flight."""
 STEPS = 60
+LONGEST = QUESTIONS - 1  # place of the longest prompt of each level
 WINDOW, SPREAD = 4, 0.3
 RETIRE = RetireConfig(pass_rate=0.9, keep=4)
 SEED = 11
@@ -35,48 +43,81 @@ VOCAB = 100
 WEIGHTS = (1.0, 0.75, 2.0)
 
 
-def mixture_check() -> Check:
-    """Count the drawn prompts that differ from those of the naive form."""
+def mixture_check(spec: RolloutSpec) -> Check:
+    """Count the drawn prompts that differ from those of the naive form; `spec` is that of a run."""
     return Check(
         name="mixture of tasks",
-        claim="prompts are of the task, level and round that weights, curricula and progress choose, until solved",
-        difference=float(_wrong(levels=1) + _wrong(levels=3) + _wrong(levels=1, by_progress=True)),
+        claim="prompts are of the task, level and round that weights, curricula and progress choose, unless too long or"
+        " solved, and those in flight are the same in a resumed run",
+        difference=float(_wrong(spec, levels=1) + _wrong(spec, levels=3) + _wrong(spec, levels=1, by_progress=True)),
         bar=0,
     )
 
 
-def _wrong(*, levels: int, by_progress: bool = False) -> int:
-    """Number of wrong draws of a mixture whose last task has this many levels; half of them come after resuming."""
-    tasks = _tasks(levels)
+def _wrong(spec: RolloutSpec, *, levels: int, by_progress: bool = False) -> int:
+    """How many draws differ in a mixture whose last task has this many levels.
+
+    The last few prompts are in flight. The run is resumed again and again from what a checkpoint says of it. Where
+    neither levels nor progress choose, the longest prompt of each task is too long.
+    """
+    plain = levels == 1 and not by_progress
     progress = ProgressConfig(window=WINDOW, spread=SPREAD) if by_progress else None
     data = DataConfig(progress=progress, retire=RETIRE)
-    found = TaskMixture(tasks, seed=SEED, data=data)
+    tasks = _tasks(levels)
+    prompts = dataclasses.replace(
+        spec.prompts, tasks=tasks, data=data, seed=SEED, max_tokens=LONGEST_QUESTION - plain, privileged=None
+    )
     sizes = [[QUESTIONS]] * (len(tasks) - 1) + [[QUESTIONS] * levels]
     naive = NaiveMixture(SEED, WEIGHTS, sizes, window=WINDOW, spread=SPREAD, by_progress=by_progress, retire=RETIRE)
-    wrong = 0
-    for number in range(DRAWS):
-        if number == DRAWS // 2:
-            resumed = TaskMixture(tasks, seed=SEED, data=data)
-            resumed.cursor, resumed.means, resumed.retired = found.cursor, found.means, found.retired
-            found = resumed
-        (prompt,) = found.next(1)
-        expected = naive.draw()
-        wrong += (prompt.task, prompt.prompt.id) != (expected.task, str(expected.place))
-        wrong += found.is_retired(prompt) != (expected in naive.retired)
-        mean = (3 * prompt.task + 5 * number) % 8 / 7
-        found.learn(prompt, mean)
-        naive.learn(expected, mean)
+    run = _run(spec, prompts)
+    expected: list[tuple[int, Draw]] = []  # of the prompts in flight
+    number = wrong = 0
+    for drawn in range(DRAWS):
+        if drawn % RESUMED == RESUMED - 1:
+            saved = json.loads(json.dumps(run.position.record()))
+            run = _run(spec, prompts)
+            run.position = Position.read(saved, run.feed)
+        (prompt,) = run.feed.next(1)
+        own = naive.draw()
+        while own in naive.retired or (plain and own.place == LONGEST):
+            number, own = number + 1, naive.draw()
+        expected.append((number, own))
+        number += 1
+        run.pending = (*run.pending, Pending(prompt=prompt))
+        wrong += [_known(each.prompt) for each in run.pending] != [_naive(*each) for each in expected]
+        if len(expected) < IN_FLIGHT:
+            continue
+        (first, *left), (_, learned), mean = run.pending, expected.pop(0), (3 * own.task + 5 * drawn) % 8 / 7
+        run.pending = tuple(left)
+        run.feed.tasks.learn(first.prompt.prompt, mean)
+        naive.learn(learned, mean)
     return wrong
 
 
-def _tasks(levels: int) -> Sequence[TaskConfig]:
+def _run(spec: RolloutSpec, prompts: PromptSpec) -> PartialRollouts:
+    """The beginning of a run, without its engine."""
+    feed = Feed(prompts, Tokenizer(LetterBackend(), eos_tokens=()))
+    return PartialRollouts(feed, spec, forget=lambda: None)
+
+
+def _known(prompt: EncodedPrompt) -> tuple[int, int, str, int]:
+    """Number, task or level, id and seed of a prompt."""
+    return prompt.number, prompt.prompt.task, prompt.prompt.prompt.id, prompt.seed
+
+
+def _naive(number: int, draw: Draw) -> tuple[int, int, str, int]:
+    """The same of a naive one."""
+    return number, draw.task, str(draw.place), request_seed(SEED, "train", number)
+
+
+def _tasks(levels: int) -> tuple[TaskConfig, ...]:
     options: dict[str, object] = {"vocab": VOCAB}
     tasks = [TaskConfig(name=NAME, weight=weight, options=options) for weight in WEIGHTS]
     if levels > 1:
         own: list[dict[str, object]] = [{"shortest": 1 + level} for level in range(levels)]
         curriculum = CurriculumConfig(levels=own, window=WINDOW, spread=SPREAD)
         tasks[-1] = tasks[-1].model_copy(update={"curriculum": curriculum})
-    return tasks
+    return tuple(tasks)
 
 
 def choice_check() -> Check:
@@ -91,7 +132,7 @@ def choice_check() -> Check:
 
 
 def _wrong_choices(per_step: int, max_staleness: int) -> int:
-    """Number of wrong steps of a queue whose prompts are completed in random order."""
+    """Number of steps for which a queue chooses wrong prompts, if its prompts are completed in random order."""
     random = np.random.default_rng(per_step)
     firsts: list[int] = []  # version of the first token of each prompt in flight
     wrong = 0

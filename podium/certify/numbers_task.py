@@ -25,6 +25,10 @@ STOPS = ("a", "f", "bc", "de", "hi", "nm")
 """Texts that end an answer, so that answers differ in length: about one token in seven completes one of them."""
 NEVER_RIGHT = "2"
 """Id of the question whose answers all get grade 0."""
+TOO_LONG = str(QUESTIONS)
+"""Id of an evaluation question that is longer than a prompt may be."""
+EVALUATED = (TOO_LONG, *map(str, reversed(range(QUESTIONS))))
+"""Ids of the evaluation questions, in order."""
 
 
 class Numbers:
@@ -37,7 +41,9 @@ class Numbers:
         self._vocab, self._shortest = vocab, shortest
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """Questions of up to LONGEST_QUESTION tokens, with data to imitate or prefer; reversed for evaluation."""
+        """Questions of up to LONGEST_QUESTION tokens, with data to imitate or prefer; for evaluation EVALUATED, one
+        of which is longer.
+        """
         random, others = np.random.default_rng(3), np.random.default_rng(4)
         lengths = np.linspace(self._shortest, LONGEST_QUESTION, QUESTIONS).round().astype(int)
         answers = random.integers(1, LONGEST_ANSWER + 1, QUESTIONS)
@@ -47,7 +53,11 @@ class Numbers:
             rejected = self._numbers(others, int(others.integers(1, LONGEST_ANSWER + 1)))
             data = {"completion": answer, "label": index % 3 != 0, "chosen": answer, "rejected": rejected}
             found.append(Prompt(id=str(index), question=question, answer=answer, metadata=data))
-        return found if split == "train" else found[::-1]
+        if split == "train":
+            return found
+        longer = Prompt(id=TOO_LONG, question=self._numbers(random, LONGEST_QUESTION + 1), answer=found[0].answer)
+        known = {each.id: each for each in (*found, longer)}
+        return [known[own] for own in EVALUATED]
 
     def grade(self, prompt: Prompt, completion: str) -> float:
         """Grade a completion as the function `grade` does, from the prompt's id and the text."""

@@ -36,6 +36,7 @@ def taken_prompts(subject: Subject, training: Training) -> list[Taken]:
         here = [*before, *range(drawn, step.position.cursor)]
         numbers, errors = _of_groups(training.config.seed, step.groups, [each for each in here if each not in left])
         errors += len(set(left) - set(here)) + superfluous(subject, training, step)
+        errors += _not_replaced(subject, training, step)
         errors += sum(each.prompt.prompt.prompt.id != question(training.config.seed, n) for n, each in left.items())
         if not subject.recipe.demonstrations:
             errors += _wrongly_left(training, step, numbers, version) + _number_in_flight(training, step, before, drawn)
@@ -78,14 +79,27 @@ def _of_groups(seed: int, groups: Sequence[Group], numbers: Sequence[int]) -> tu
 
 def superfluous(subject: Subject, training: Training, step: Step) -> int:
     """How many groups a step has beyond those that it trains on; with refills, others may have equal rewards."""
+    return max(0, _num_wanted(subject, step) - training.config.prompts_per_step)
+
+
+def _num_wanted(subject: Subject, step: Step) -> int:
+    """How many of a step's groups count: with refills, those whose rewards differ."""
     metric, groups = subject.rules.zero_variance_metric, step.groups
-    if subject.rules.zero_variance == "refill":
-        judged = [
-            {np.float32(reward.total if metric is None else reward.parts[metric]) for reward in group.rewards}
-            for group in groups
-        ]
-        groups = [group for group, rewards in zip(groups, judged, strict=True) if len(rewards) > 1]
-    return max(0, len(groups) - training.config.prompts_per_step)
+    if subject.rules.zero_variance != "refill":
+        return len(groups)
+    judged = [
+        {np.float32(reward.total if metric is None else reward.parts[metric]) for reward in group.rewards}
+        for group in groups
+    ]
+    return sum(len(rewards) > 1 for rewards in judged)
+
+
+def _not_replaced(subject: Subject, training: Training, step: Step) -> int:
+    """How many groups too few a step has: each further round replaces all that were missing before it."""
+    rounds = subject.rules.max_refills if subject.rules.zero_variance == "refill" else 0
+    per_step = training.config.prompts_per_step
+    missing = max(0, per_step - _num_wanted(subject, step))
+    return max(0, per_step + rounds * missing - len(step.groups))
 
 
 def _number_in_flight(training: Training, step: Step, before: Mapping[int, Pending], drawn: int) -> int:

@@ -1,4 +1,4 @@
-"""Makes the small run that stands for the user's: its settings, its models, and what the watched training changes.
+"""Makes the small run that represents the user's: its settings, its models, and what the watched training changes.
 
 Every model of the user's run is known here by its section of the config; all other checks know it by its role.
 """
@@ -61,10 +61,11 @@ PAGE_TOKENS = 4  # several pages even for short sequences
 CACHE_SHARE = 0.35  # of the cache tokens that all slots need at most, so that sequences are preempted
 EVAL_SAMPLES = 2  # answers to each evaluation question, besides the greedy one
 EVAL_TEMPERATURE = 0.7  # replaces a temperature of 1
+MOST_DRAWN = 24  # tokens that the model draws in a conversation, which cuts some of them
 OVERLONG_TOKENS = 6  # last tokens before MAX_NEW_TOKENS, over which the length reward falls
 REWARDS = {"correct": 0.8, "length": 0.3}
 PRIVILEGED = "{question} {answer}"
-"""The template of a privileged prompt; the naive implementation joins its tokens by itself."""
+"""The template of a privileged prompt; the naive implementation joins its tokens in its own code."""
 STEPS = 4
 STEPS_OF_A_MOVING_REFERENCE = 5
 SYNC_EVERY = 2
@@ -163,8 +164,8 @@ def _small_step(config: Config) -> Config:
     twice = make_recipe(alone, group_size=group, prompts_per_step=2 * alone.minibatches)
     _check_naive(alone, twice)
     algorithm: dict[str, object] = {"minibatches": 1, "updates_per_batch": 1 if twice.loss == "reinforce" else 2}
-    if alone.zero_variance_metric is not None:  # the subject's task has its own rewards
-        algorithm["zero_variance_metric"] = "correct"
+    if alone.zero_variance_metric is not None or twice.zero_variance == "refill":
+        algorithm["zero_variance_metric"] = "correct"  # a question of the subject's task is never right
     talks = not twice.demonstrations and any(conversing(task) is not None for task in config.tasks)
     row_tokens = LONGEST_PROMPT + 2 * MAX_NEW_TOKENS if twice.data_form == "pair" else ROW_TOKENS
     sizes = {"packing": "shared_prompts", "row_tokens": row_tokens, "rows_per_device": None, "tokens_per_device": None}
@@ -176,7 +177,7 @@ def _small_step(config: Config) -> Config:
         "lora": config.lora and config.lora.model_copy(update={"base": "bfloat16", "adapter": None}),
         "eval": config.eval.model_copy(update=asked),
         "rollout": _small_rollout(config.rollout, group, talks=talks),
-        # The naive form chooses experts anew in a second update.
+        # The naive form chooses experts again in a second update.
         "train": config.train.model_copy(update={**sizes, "dtype": "float32", "replay_routing": False}),
         "algorithm": alone.model_copy(update=algorithm),
         "grading": GradingConfig(workers=0, overlong_buffer_tokens=OVERLONG_TOKENS),
@@ -220,7 +221,10 @@ def _small_rollout(given: RolloutConfig, group: int, *, talks: bool) -> RolloutC
     and trainer can be compared; the correction that they have by default stays.
     """
     lengths = {"max_prompt_tokens": LONGEST_PROMPT, "max_new_tokens": MAX_NEW_TOKENS, "stop": list(STOPS)}
-    lengths |= {"max_episode_tokens": LONGEST_CONVERSATION if talks else None, "limits": LimitsConfig(max_turns=TURNS)}
+    lengths |= {
+        "max_episode_tokens": LONGEST_CONVERSATION if talks else None,
+        "limits": LimitsConfig(max_turns=TURNS, max_drawn_tokens=MOST_DRAWN),
+    }
     longest = LONGEST_CONVERSATION if talks else LONGEST_PROMPT + MAX_NEW_TOKENS
     slots = {"slots": PROMPTS * group, "prefill_rows": PROMPTS, "layout": "replicated", "refill_steps": 2}
     slots |= {"page_tokens": PAGE_TOKENS, "cache_tokens": round(CACHE_SHARE * PROMPTS * group * longest)}
@@ -229,6 +233,7 @@ def _small_rollout(given: RolloutConfig, group: int, *, talks: bool) -> RolloutC
         "in_flight": IN_FLIGHT,
         "max_staleness": MAX_STALENESS,
         "thinking": "keep",
+        "long_prompts": "drop",
         "weights": "dtype",
         "reproducible": talks,  # a step is repeated bit for bit
     }
@@ -254,7 +259,8 @@ def training_settings(subject: Subject) -> RunSettings:
     config, rules = subject.config, subject.rules
     once = rules.loss == "reinforce"
     naive = naive_update(subject, subject.sequences, subject.weights)
-    algorithm = {"minibatches": 1 if once else 2, "updates_per_batch": 1 if once else 2}
+    algorithm = {"minibatches": 1 if once else max(2, config.algorithm.minibatches)}
+    algorithm |= {"updates_per_batch": 1 if once else 2}
     algorithm |= _targets(subject, naive.entropy)
     given = config.train.optimizer
     changed = {
@@ -308,7 +314,10 @@ def of_rewards_alone(recipe: Recipe) -> Recipe:
 
 
 def with_other_options(subject: Subject) -> Subject:
-    """The same subject with GRPO and options that most configs leave unset; each of them affects an update."""
+    """The same subject with GRPO and options that most configs leave unset; each of them affects an update.
+
+    Each prompt is a minibatch, so that a step without one of them has fewer optimizer steps.
+    """
     algorithm = AlgorithmConfig(
         recipe="grpo",
         mean="token",
@@ -320,7 +329,9 @@ def with_other_options(subject: Subject) -> Subject:
         entropy_bonus=0.05,
         top_entropy=0.6,
         zero_variance="drop",
+        zero_variance_metric="correct",
         mask_truncated=True,
+        minibatches=PROMPTS,
         updates_per_batch=2,
     )
     config = subject.config.model_copy(update={"algorithm": algorithm, **WITHOUT_MODELS})

@@ -19,13 +19,13 @@ from podium.certify.numbers_task import (
     LONGEST_QUESTION,
     LetterBackend,
 )
-from podium.certify.tiny import Arrays
+from podium.certify.tiny import Arrays, with_long_window
 from podium.config.schema import Config
 from podium.hosts.platform import machine_of
 from podium.models.architecture import DecoderConfig
 from podium.models.params import TRAIN_AXES, frozen_specs, param_specs, trained_specs
 from podium.models.text.tokenizer import Tokenizer
-from podium.rollout.request import Completion, Request
+from podium.rollout.request import Completion, Request, StopReason
 from podium.rollout.transcript import Transcript, transcript_of
 from podium.run.resolve import resolve_rollout, sampling_params
 from podium.run.run_spec import Role
@@ -49,6 +49,8 @@ SPAN_ARRAYS = ("tokens", "sampled_logprobs", "full_logprobs", "versions")
 HINT = 12  # most tokens by which a privileged prompt is longer than the policy's
 ALIKE = 1  # index of the group whose completions all have the same reward
 TALK = 2  # index of the group whose longer episodes contain an environment's replies
+LIMITS: tuple[StopReason, ...] = ("length", "turns", "drawn", "calls", "timeout")
+"""Limits that end an episode, which is then truncated."""
 FAILED = 3  # index of the group in which an episode fails, in the checks of batches
 
 
@@ -75,12 +77,12 @@ class NaiveModel(NamedTuple):
     """A small model in a role of the run."""
 
     role: Role
-    """Its role, with the small model's decoder."""
+    """Role of the model, with the small model's decoder."""
     weights: Arrays
 
     @property
     def decoder(self) -> DecoderConfig:
-        """Its architecture."""
+        """Architecture of the model."""
         return self.role.decoder
 
     def params(self, mesh: jax.sharding.Mesh) -> Params:
@@ -173,8 +175,8 @@ class Subject:
         """The graded groups of one step, with the special cases that updates must handle.
 
         Groups have different reward sums. In one group all rewards are equal, in one the longer episodes are
-        conversations of up to three turns, and one completion was cut at the maximum length. Rewards of preferences
-        are 1 and -1 instead.
+        conversations of up to three turns, and every limit has cut an episode. Rewards of preferences are 1 and -1
+        instead.
         """
         random = np.random.default_rng(2)
         groups = []
@@ -191,8 +193,9 @@ class Subject:
                 turns = [
                     _divided(float(reward), each.num_turns) for reward, each in zip(rewards, transcripts, strict=True)
                 ]
-            if index == len(self.prompts) - 1:
-                transcripts[-1] = dataclasses.replace(transcripts[-1], finish_reason="length")
+            for place, reason in enumerate(LIMITS[index :: len(self.prompts)], start=1):
+                if place <= len(transcripts):
+                    transcripts[-place] = dataclasses.replace(transcripts[-place], finish_reason=reason)
             groups.append(make_group(index, transcripts, rewards, turns, greedy=0.1 + 0.3 * index))
         return groups
 
@@ -200,8 +203,8 @@ class Subject:
     def failing_groups(self) -> list[Group]:
         """The groups, in which one episode and one greedy completion failed for a reason that is not the model's."""
         *others, group = self.groups
-        assert len(others) == FAILED, "the last group has one that fails"
-        assert others[0].greedy is not None, "every group has one"
+        assert len(others) == FAILED, "the last group has failed episodes"
+        assert others[0].greedy is not None, "every group has a greedy completion"
         others[0] = dataclasses.replace(others[0], greedy=others[0].greedy._replace(reward=FAILED_REWARD))
         (first, *rest), (_, *rewards) = group.transcripts, group.rewards
         first = dataclasses.replace(first, finish_reason="failed")
@@ -250,7 +253,7 @@ class Subject:
             ENTROPY: lambda tokens, starts: self.naive_scores(tokens, starts, weights).entropy,
         }
         for name, model in self.models.items():
-            assert model.role.scores is not None, "it scores batches"
+            assert model.role.scores is not None, "the model scores batches"
             models[model.role.scores] = self._scored_by(model._replace(weights=others.get(name, model.weights)))
         episodes = [episodes_of(group) for group in groups]
         return optimizer_steps(rules, episodes, self.room, models, max_new_tokens=self.longest)
@@ -362,7 +365,10 @@ def episode_of(transcript: Transcript, reward: Reward, baseline: float = np.nan,
 
 
 def with_long_sequences(subject: Subject) -> Subject:
-    """The same subject with a step of long sequences: they fill many pages and blocks, and prompts many chunks."""
+    """The same subject with a step of long sequences: they fill many pages and blocks, and prompts many chunks.
+
+    The windows of a clone are longer too, so that the pages of a window are fewer than those of a sequence.
+    """
     rollout = subject.config.rollout.model_copy(
         update={
             "max_prompt_tokens": LONG.longest_prompt,
@@ -373,9 +379,10 @@ def with_long_sequences(subject: Subject) -> Subject:
             "reproducible": True,  # prompts enter in chunks of 128 tokens
         }
     )
-    positions = max(subject.decoder.max_positions, LONG.longest_prompt + LONG.completion)  # no weight depends on it
-    decoder = dataclasses.replace(subject.decoder, max_positions=positions)
     config = subject.config.model_copy(update={"rollout": rollout})
+    decoder = subject.decoder if subject.full else with_long_window(subject.decoder)
+    positions = max(decoder.max_positions, LONG.longest_prompt + LONG.completion)  # no weight depends on it
+    decoder = dataclasses.replace(decoder, max_positions=positions)
     return dataclasses.replace(subject, config=config, decoder=decoder, lengths=LONG)
 
 

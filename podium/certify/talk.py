@@ -7,7 +7,7 @@ import numpy as np
 
 from podium.certify.naive_draws import environment_seed
 from podium.certify.numbers_task import TURNS, final_pay, following, grade, has_ended, is_open, letters, pay
-from podium.certify.small_run import OVERLONG_TOKENS
+from podium.certify.small_run import MOST_DRAWN, OVERLONG_TOKENS
 from podium.certify.subject import MAX_NEW_TOKENS, Subject
 from podium.certify.training import Training
 from podium.rollout.transcript import Span, Transcript
@@ -68,17 +68,18 @@ def _ended(span: Span) -> bool:
 
 def _ends(subject: Subject, transcript: Transcript, environment: int) -> bool:
     """Whether the last turn may end the conversation: it is the last one allowed, or a limit cut it."""
-    last = transcript.spans[-1]
-    if transcript.finish_reason == "stop":
+    last, drawn = transcript.spans[-1], transcript.num_drawn
+    if not last.drawn or transcript.finish_reason == "stop":
         return last.drawn and transcript.num_turns == TURNS and _ended(last)
-    if transcript.finish_reason != "length" or not last.drawn:
-        return False
-    if not _ended(last):  # a limit cut it
-        room = min(MAX_NEW_TOKENS, subject.longest - transcript.num_tokens + len(last.tokens))
-        tokens = last.tokens.tolist()
-        return len(tokens) == room and is_open(tokens)
+    if not _ended(last):  # it was cut in its middle
+        size = len(last.tokens)
+        room = min(MAX_NEW_TOKENS, subject.longest - transcript.num_tokens + size, MOST_DRAWN - drawn + size)
+        whole = size == room and is_open(last.tokens.tolist())
+        return whole and transcript.finish_reason == ("drawn" if drawn == MOST_DRAWN else "length")
     reply = following(last.tokens.tolist(), transcript.num_turns - 1, subject.decoder.vocab, environment)
-    return transcript.num_turns < TURNS and transcript.num_tokens + len(reply) >= subject.longest
+    full = transcript.num_tokens + len(reply) >= subject.longest
+    reason = "drawn" if drawn == MOST_DRAWN else "length" if full else None
+    return transcript.num_turns < TURNS and transcript.finish_reason == reason
 
 
 def _paid(training: Training, asked: str, drawn: Sequence[Span], texts: Sequence[str], reward: Reward) -> bool:

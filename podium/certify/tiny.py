@@ -15,6 +15,7 @@ from podium.models.params import ParamSpec, is_adapter, param_specs
 
 SPREAD = 10.0  # times the initial standard deviation, so that predictions and attention are not nearly uniform
 TINY_WINDOW = 5  # positions: shorter than most sequences
+LONG_WINDOW = 100  # positions: several pages, and pieces that enter the cache at once; shorter than long sequences
 
 Arrays = dict[str, np.ndarray]
 
@@ -88,6 +89,22 @@ def _tiny_mixer(mixer: Kind) -> Kind:
         scale_dims=attention.scale_dims and head_dim + head_dim // 2,
         sharpening=sharpening,
     )
+
+
+def with_long_window(decoder: DecoderConfig) -> DecoderConfig:
+    """The decoder with windows of LONG_WINDOW positions, where it has windows."""
+
+    def own(mixer: Kind) -> Kind:
+        if isinstance(mixer, Attention) and mixer.window:
+            return dataclasses.replace(mixer, window=LONG_WINDOW)
+        return mixer
+
+    def longer(stack: Stack) -> Stack:
+        return dataclasses.replace(
+            stack, pattern=tuple(dataclasses.replace(block, mixer=own(block.mixer)) for block in stack.pattern)
+        )
+
+    return dataclasses.replace(decoder, stacks=tuple(map(longer, decoder.stacks)))
 
 
 def random_weights(decoder: DecoderConfig, *, seed: int) -> Arrays:

@@ -21,7 +21,7 @@ from podium.certify.ledgers import Ledger, Ledgers
 from podium.certify.small_run import RunSettings, training_settings
 from podium.certify.subject import Subject, one_device
 from podium.certify.tiny import Arrays
-from podium.certify.updates import keeping_gradient
+from podium.certify.updates import keeping_gradient, last_gradient
 from podium.config.schema import CheckpointConfig, Config
 from podium.hosts.distributed import AgreedStop
 from podium.hosts.signals import StopSignal
@@ -42,7 +42,7 @@ from podium.train.checkpoints.saving import SaveTimer, Saving
 from podium.train.evaluate import evaluate
 from podium.train.first_state import Origin, make_optimizers
 from podium.train.loop import run_steps
-from podium.train.open import RunParts, make_source, open_trainer
+from podium.train.open import RunParts, go_on_sampling, make_source, open_trainer
 from podium.train.setup import run_spec
 from podium.train.state import TrainState
 from podium.train.step import Metrics, TrainStep
@@ -142,8 +142,8 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
     spec = dataclasses.replace(spec, scoring_models=tuple(small))
     optimizers = {name: keeping_gradient(optimizer) for name, optimizer in make_optimizers(spec).items()}
     origin, rollouts = Origin(spec, _SubjectWeights(subject, mesh), optimizers), subject.rollouts
-    rollouts.position = Position(cursor=0)
-    rollouts.load(origin.weights.trained(), origin.weights.frozen, version=0)
+    state, frozen = origin.first(), origin.weights.frozen
+    go_on_sampling(rollouts, {"cursor": 0, "versions": {}}, state.params, frozen, done=0)
     ledgers = Ledgers()
     with tempfile.TemporaryDirectory(prefix="podium-certify-") as folder, contextlib.ExitStack() as stack:
         stack.enter_context(ledgers.recording(rollouts.engine))
@@ -154,10 +154,9 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
         checkpointer = Checkpointer(Path(folder) / "checkpoints", saving, origin.weights.base)
         stack.callback(checkpointer.close)
         run = _make_run(spec, rollouts, trainer, checkpointer, stack)
-        run_steps(run, origin.first(), 0)
+        run_steps(run, state, 0)
         state, saved = checkpointer.restore(spec.steps - 1, origin.abstract())
-        rollouts.position = Position.read(saved, rollouts.feed)
-        rollouts.load(state.params, version=spec.steps - 1)
+        go_on_sampling(rollouts, saved, state.params, frozen, done=spec.steps - 1)
         run_steps(run, state, spec.steps - 1)
         *steps, resumed = recorded
         weights = {**steps[-1].weights, **(resumed.updates[-1].after if resumed.updates else {})}
@@ -165,7 +164,7 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
         evaluation = None
         if evaluated:
             if not run.source.draws:
-                rollouts.load(subject.trained(mesh, weights), origin.weights.frozen, version=spec.steps)
+                rollouts.load(subject.trained(mesh, weights), frozen, version=spec.steps)
             evaluation = _evaluated(rollouts)
     return Training(
         settings=settings,
@@ -300,9 +299,8 @@ def _recording(run: TrainStep, into: Callable[[], list[OptimizerStep]]) -> Train
     def recorded(state: TrainState, batch: Batch, frozen: Params | None = None, /) -> tuple[TrainState, Metrics]:
         before = _copied(state.params)
         state, metrics = run(state, batch, frozen) if frozen is not None else run(state, batch)
-        links: Any = state.opt_state
-        after = _copied(state.params)
-        into().append(OptimizerStep(before, _copied(links[0]), float(metrics["loss"]), after, _numbers(batch.coefs)))
+        after, loss = _copied(state.params), float(metrics["loss"])
+        into().append(OptimizerStep(before, last_gradient(state), loss, after, _numbers(batch.coefs)))
         return state, metrics
 
     return recorded

@@ -7,8 +7,8 @@ class CriticConfig(Section):
     """The critic of recipe ppo: its initial weights, and how it is trained (docs/algorithms.md)."""
 
     model: str | None = None
-    """The model that the critic starts from, named like `model`: a language model, which gets a new head, or a critic
-    or reward model with one label. Its tokenizer must equal the policy's, token by token. Unset: the policy's `model`.
+    """The model that the critic starts from, named like `model`: a language model, which gets a new head, or a model
+    with a head of one label. Its tokenizer must equal the policy's, token by token. Unset: the policy's `model`.
     """
     learning_rate: PositiveFloat = 1e-5
     """The critic's peak learning rate; all other settings are those of `train.optimizer`."""

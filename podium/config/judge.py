@@ -11,7 +11,7 @@ class JudgeConfig(Section):
     """A judge; it grades the tasks whose `rewards` name it (docs/rewards.md)."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")]
-    """Name of the reward model as a part in `tasks[].rewards`, which sets its weight, and in metrics and samples."""
+    """Name of the judge as a part in `tasks[].rewards`, which sets its weight, and in metrics and samples."""
     # verifiers: judge_client
     url: Annotated[str, Field(pattern=r"^https?://[^/?#@\s]+(/[^?#\s]*)?$")]
     """Base URL of an OpenAI-compatible server, such as `http://127.0.0.1:8000/v1`; `/chat/completions` is added."""

@@ -26,5 +26,5 @@ class RewardModelConfig(Section):
     """none: the reward grows by weight x score. batch: by weight x (score - mean) / deviation, over all answers that it
     scores in the step; metrics and samples show the score itself."""
     base: Base = "bfloat16"
-    """Storage format of the matrices in the teacher's layers, except experts, which stay bfloat16. int8: half the
+    """Storage format of the matrices in the model's layers, except experts, which stay bfloat16. int8: half the
     memory, with a scale per output; nf4: 0.28 of the memory, with a scale per 64 numbers (`lora.base`)."""

@@ -188,7 +188,7 @@ class BatchStats:
     penalty: RewardPenalty | None
     """The KL penalty; None unless `kl` is `k1_reward`."""
     taught_kl: float | None = None
-    """Mean over the trained tokens of the policy's log-probability minus the teacher's; None without a teacher."""
+    """Mean over the trained tokens of the policy's log-probability minus that of the model that teaches it, if any."""
     values: ValueStats | None = None
     """Statistics of estimated values; None unless values are learned."""
     seconds: BatchSeconds = BatchSeconds()

@@ -69,15 +69,13 @@ def frozen_in_rollout(decoder: DecoderConfig, name: str) -> bool:
 
 
 def make_sync(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, *, frozen: bool = False) -> SyncProgram:
-    """The jitted `training params -> rollout params`, which casts weights and lays them out for decoding, in new
-    buffers.
+    """The jitted `training params -> rollout params`, cast and laid out for decoding, in new buffers.
 
     Since they are copies, the trainer can donate its parameters to the next update. If weights are gathered, layers are
     moved one at a time; moving all at once, a TPU would gather all of them before storing any, in twice the memory. The
     same holds for merging adapters; they are always merged into the frozen weights. With unmerged adapters, only the
     adapters are synced; with `frozen`, all other weights. Matrices that an engine reads in one product are written side
-    by side. Matrices that only the rollout stores in int8 are quantised from the trainer's values, with separate
-    scales.
+    by side. Matrices that only the rollout stores in int8 are quantised from the trainer's values, with their scales.
     """
     engine = engine_decoder(decoder, rules)
     specs = {

@@ -15,7 +15,7 @@ def privileged_messages(spec: PrivilegedSpec, prompt: Prompt, messages: Sequence
     Args:
         spec: has the template, which may contain the names QUESTION (the replaced text), ANSWER, and columns of the
             row. Values that are not text are written as JSON.
-        prompt: has the row and the reference answer.
+        prompt: has the row and its answer.
         messages: the messages that the policy reads.
 
     Raises:
@@ -25,7 +25,7 @@ def privileged_messages(spec: PrivilegedSpec, prompt: Prompt, messages: Sequence
     if last is None:
         raise ValueError(
             f"{spec.role}.template: prompt {prompt.id} has no user message to replace; add one, or set"
-            " the teacher's prompt to same"
+            f" {spec.role}.prompt to same"
         )
     known = {**prompt.metadata, QUESTION: messages[last]["content"], ANSWER: prompt.answer}
     missing = [name for name in template_names(spec.template) if known.get(name) is None]

@@ -31,6 +31,7 @@ from podium.sampling.feed import Feed
 from podium.sampling.groups import Source
 from podium.sampling.prompt_lengths import check_prompt_lengths, with_prompt_tokens
 from podium.sampling.sampler import Sampler
+from podium.sharding import Params
 from podium.train.checkpoints.checkpoint import Checkpointer
 from podium.train.checkpoints.saving import SaveTimer, Saving
 from podium.train.checkpoints.step_files import newest_whole_step
@@ -103,10 +104,9 @@ def open_run(
         saving = resources.enter_context(open_saving(origin, rollouts.feed, around))
         state, saved, done = load_state(origin, newest, saving.checkpointer, around, config.algorithm.recipe)
         continue_records(saved, done, saving.checkpointer, around)
-        rollouts.position = Position.read(saved, rollouts.feed)
         trainer = open_trainer(origin, rollouts.feed, run_dir.path)
         trainer.compile_ahead(state, rollouts.ahead)
-        rollouts.load(state.params, trainer.frozen, version=done)
+        go_on_sampling(rollouts, saved, state.params, trainer.frozen, done=done)
         say_what_was_chosen(spec, graders, rollouts.feed, around)
         writer = resources.enter_context(MetricWriter(run_dir, spec.metrics, announce=around.say))
         profiler = Profiler(run_dir.path if run_dir.writes else None, profile, around.say)
@@ -244,6 +244,12 @@ def load_state(
     if (fork := around.run_dir.fork) is not None:
         return *origin.forked(fork, recipe, around.say), 0
     return origin.first(), {"cursor": 0, "versions": {}}, 0
+
+
+def go_on_sampling(rollouts: Sampler, saved: HostState, params: Params, frozen: Params, *, done: int) -> None:
+    """Let a sampler go on after `done` steps: from the position with which they were saved, and with their weights."""
+    rollouts.position = Position.read(saved, rollouts.feed)
+    rollouts.load(params, frozen, version=done)
 
 
 def continue_records(saved: HostState, done: int, checkpointer: Checkpointer, around: Surroundings) -> None:

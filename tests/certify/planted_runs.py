@@ -10,15 +10,16 @@ import numpy as np
 import optax
 
 from podium.algorithms import advantages, losses, recipes
-from podium.certify import batch_variants, formulas, mixtures, updates
+from podium.certify import batch_variants, formulas, mixtures, training, updates
 from podium.models import decoder
-from podium.rollout import cache, device, engine, programs, sampling
+from podium.rollout import cache, cache_layout, device, engine, programs, sampling, scheduler
 from podium.rollout.sequence import Sequence
 from podium.rollout.transcript import Transcript
 from podium.sampling import feed, partial_rollouts, sampler
 from podium.sampling.conversations import carry, environment_client, turns
 from podium.tasks import curriculum, mixture
 from podium.train import evaluate, first_state, trainer
+from podium.train import open as run_opening
 from podium.train.batches import prepare
 from podium.train.checkpoints import checkpoint
 from podium.train.optimizer import transforms
@@ -153,7 +154,14 @@ def stops_between_tokens_missed() -> Plant:
 
 
 def one_token_too_few() -> Plant:
-    return Sequence, "limit", property(lambda own: len(own.context) + max(1, own.sampling.max_new_tokens - 1))
+    """An answer that no stop token ends has a token less than it may."""
+    original = engine.sequences_of
+
+    def planted(request, number, **options):
+        shorter = dataclasses.replace(request.sampling, max_new_tokens=max(1, request.sampling.max_new_tokens - 1))
+        return original(dataclasses.replace(request, sampling=shorter), number, **options)
+
+    return engine, "sequences_of", planted
 
 
 def drawn_tokens_not_penalised() -> Plant:
@@ -205,7 +213,7 @@ def one_stream_for_a_group() -> Plant:
 
 
 def turns_share_a_seed() -> Plant:
-    return turns.Turns, "seed", lambda own, index, turn: own._prompts[index].seed
+    return turns.Turns, "seed", lambda own, live: own.prompts[live.index].seed
 
 
 # More of the order of prompts.
@@ -222,8 +230,8 @@ def epochs_in_one_order() -> Plant:
 
 def unshuffled() -> Plant:
     def planted(own, cursor, level=None):
-        prompts = own._prompts(0, "train")
-        return own._task_prompt(0, prompts[cursor % len(prompts)])
+        prompts = own.data.read(0, "train")
+        return own.data.asked(0, prompts[cursor % len(prompts)])
 
     return mixture.TaskMixture, "prompt_at", planted
 
@@ -731,3 +739,115 @@ def last_segments_alone() -> Plant:
     """A conversation is trained from its last prompt on."""
     original = Transcript.segments.fget
     return Transcript, "segments", property(lambda own: original(own)[-1:])
+
+
+# Sizes, ends, and what is left out.
+
+
+def rings_without_room_for_new_tokens() -> Plant:
+    """The ring of pages of a windowed layer holds a window, and not what enters at once beside it."""
+    return cache_layout, "ring_pages", lambda window, rollout: window and -(-window // rollout.page_tokens)
+
+
+def last_token_of_a_turn_called_cached() -> Plant:
+    """What a turn ends with, whose keys the next decode step would have written, is not written by the next turn."""
+    original = scheduler.Scheduler.advance
+
+    def planted(own, sequence, *, most):
+        original(own, sequence, most=most)
+        sequence.filled = sequence.length
+
+    return scheduler.Scheduler, "advance", planted
+
+
+def length_before_stop() -> Plant:
+    """A stop token in the last place is taken for a cut."""
+    original = Sequence.append
+
+    def planted(own, *given, **options):
+        original(own, *given, **options)
+        if len(own.drawn) >= own.sampling.max_new_tokens and own.drawn[-1] in (own.stops or ()):
+            own.finish_reason = "length"
+
+    return Sequence, "append", planted
+
+
+def rates_of_missing_minibatches_not_passed_over() -> Plant:
+    """A step with fewer minibatches uses the first learning rates of its share, not the last ones."""
+    original = trainer.at_schedule_step
+    made = trainer.Trainer._update_policy
+
+    def planted(own, state, batches, step, coefs):
+        late = own.recipe.updates_per_batch * (own.recipe.minibatches - len(batches))
+        trainer.at_schedule_step = lambda state, position: original(state, max(0, position - late))
+        try:
+            return made(own, state, batches, step, coefs)
+        finally:
+            trainer.at_schedule_step = original
+
+    return trainer.Trainer, "_update_policy", planted
+
+
+def levels_of_prompts_in_flight_not_restored() -> Plant:
+    """Where a run is resumed, a prompt in flight is one of the level that is due then."""
+    original = feed.Feed.at
+    return feed.Feed, "at", lambda own, number, level=None: original(own, number)
+
+
+def answers_cut_by_other_limits_trained() -> Plant:
+    """`mask_truncated` leaves out only what the maximum length cut."""
+    original = prepare.group_samples
+
+    def planted(group, index, recipe):
+        ended = [
+            each if each.finish_reason == "length" else dataclasses.replace(each, finish_reason="stop")
+            for each in group.transcripts
+        ]
+        return original(dataclasses.replace(group, transcripts=ended), index, recipe)
+
+    return prepare, "group_samples", planted
+
+
+def questions_too_long_not_counted() -> Plant:
+    """An accuracy is that of the questions that were asked."""
+    original = evaluate.task_scores
+
+    def planted(greedy, sampled, *, questions):
+        made = original(greedy, sampled, questions=questions)
+        return dataclasses.replace(made, accuracy=made.accuracy * questions / len(greedy or sampled))
+
+    return evaluate, "task_scores", planted
+
+
+def weights_of_a_resumed_run_called_the_first() -> Plant:
+    """A resumed run counts the versions of its weights from 0."""
+    original = run_opening.go_on_sampling
+
+    def planted(*given, done):
+        original(*given, done=0)
+
+    return training, "go_on_sampling", planted
+
+
+def groups_of_equal_rewards_not_replaced() -> Plant:
+    """Refills have no effect."""
+    return sampler.Refill, "again", lambda own: False
+
+
+def a_token_more_than_a_conversation_may_draw() -> Plant:
+    original = turns.Turns._most
+
+    def planted(own, live, tokens):
+        kept = own.limits
+        own.limits = kept.model_copy(update={"max_drawn_tokens": kept.max_drawn_tokens + 1})
+        try:
+            return original(own, live, tokens)
+        finally:
+            own.limits = kept
+
+    return turns.Turns, "_most", planted
+
+
+def critic_learns_rewards_without_their_kl() -> Plant:
+    original = prepare._value_targets
+    return prepare, "_value_targets", lambda packed, recipe, scored, kl: original(packed, recipe, scored, None)

@@ -1,6 +1,8 @@
 """Bugs that others have had, planted one at a time by replacing one function: the certificate names each.
 
-`make test` plants eight, `make test-long` all. A bug is looked for by the stage that is to name it.
+`make test` plants nine, `make test-long` all. A bug is looked for by the stage that is to name it.
+=======
+`make test` plants a few, `make test-long` all. A bug is looked for by the stage that is to name it.
 """
 
 import dataclasses
@@ -20,13 +22,14 @@ from planted_runs import Plant
 from podium.algorithms import advantages, controllers, losses, recipes, selection
 from podium.algorithms.recipes import REFERENCE_LOGPROBS
 from podium.certify import batch_variants
+from podium.certify.answer_ends import ends_check
 from podium.certify.batches import batch_checks
 from podium.certify.check_result import Certificate, Check
 from podium.certify.checks import Stage, form_checks, model_checks, scoring_checks, update_checks
 from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
 from podium.certify.long_sequences import long_checks
-from podium.certify.mixtures import choice_check
+from podium.certify.mixtures import choice_check, mixture_check
 from podium.certify.rollout_devices import rollout_device_checks
 from podium.certify.small_moments import moments_check
 from podium.certify.small_run import LONGEST_CONVERSATION, make_subject
@@ -938,6 +941,7 @@ QUICK: dict[Callable[[], Plant], Named] = {
     mask_shifted_where_a_turn_starts: Named(batch_checks, "mask"),
     credited_to_the_next_turn: Named(batch_checks, "advantages"),
     temperature_after_softmax: Named(model_checks, "temperature"),
+    runs.answers_cut_by_other_limits_trained: Named(batch_checks, "prompts untrained"),
 }
 """Planted by `make test` too."""
 SLOW: dict[Callable[[], Plant], Named] = {
@@ -1091,6 +1095,16 @@ SLOW: dict[Callable[[], Plant], Named] = {
     runs.every_conversation_in_its_own_environment: Named(training_checks, "episodes", "talk"),
     runs.half_of_the_answers_not_learned: Named(training_checks, "shares of right answers"),
     runs.rewards_charged_with_the_first_coefficient: Named(training_checks, "coefficients", "charged"),
+    runs.rings_without_room_for_new_tokens: Named(long_checks, "long completions", "windowed"),
+    runs.last_token_of_a_turn_called_cached: Named(long_checks, "later turns"),
+    runs.length_before_stop: Named(formula_checks, "ends of answers"),
+    runs.rates_of_missing_minibatches_not_passed_over: Named(training_checks, "other options"),
+    runs.levels_of_prompts_in_flight_not_restored: Named(formula_checks, "mixture of tasks"),
+    runs.questions_too_long_not_counted: Named(training_checks, "evaluation"),
+    runs.weights_of_a_resumed_run_called_the_first: Named(training_checks, "resume"),
+    runs.a_token_more_than_a_conversation_may_draw: Named(training_checks, "episodes", "talk"),
+    runs.critic_learns_rewards_without_their_kl: Named(batch_checks, "advantages"),
+    runs.groups_of_equal_rewards_not_replaced: Named(training_checks, "order of prompts", "refilled"),
 }
 README = Path(__file__).parents[2] / "README.md"
 BUGS = {**QUICK, **SLOW}
@@ -1125,12 +1139,24 @@ def test_a_planted_bug_is_named_by_its_check_and_explains_all_others_of_its_stag
     assert_named(bug, named, monkeypatch)
 
 
+def test_batches_formulas_and_draws_are_right():
+    updates = Updates(make_checked_subject())
+    checks = [check for stage in (batch_checks, formula_checks) for check in stage(updates)]
+    assert [(check.name, check.difference) for check in checks if not check.ok] == []
+
+
+def plain_mixture_check() -> Check:
+    return mixture_check(make_subject(make_config()).rollouts.spec)
+
+
 @pytest.mark.parametrize(
     ("bug", "check"),
     [
         (runs.rounded_alike_in_every_update, moments_check),
         (runs.rounded_alike_in_all_arrays, moments_check),
         (runs.ages_from_the_last_token, choice_check),
+        (runs.length_before_stop, ends_check),
+        (runs.levels_of_prompts_in_flight_not_restored, plain_mixture_check),
     ],
 )
 def test_a_check_without_a_model_is_red_with_its_bug_alone(bug, check, monkeypatch):

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,7 +35,7 @@ from podium.observe.run_dir import Fork, RunDir, RunInUseError, read_config, run
 from podium.train.checkpoints.checkpoint import restore_params
 from podium.train.checkpoints.step_files import CheckpointError
 from podium.train.loop import train
-from podium.train.open import open_run
+from podium.train.open import go_on_sampling, open_run
 from podium.train.recorder import Recorder, unheard
 from podium.train.trainer import Trainer
 
@@ -56,6 +57,19 @@ def test_a_run_of_two_steps_goes_on_to_four_as_if_it_had_never_stopped(run_of, u
     assert train(config_of(run, steps=STEPS), plain=True) == 0
     assert_same_run(run, undisturbed)
     assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
+
+
+def test_a_resumed_sampler_has_the_saved_position_and_the_version_of_its_weights():
+    class Sampler:
+        feed = position = loaded = None
+
+        def load(self, params, frozen=None, *, version=0):
+            self.loaded = params, frozen, version
+
+    sampler: Any = Sampler()
+    go_on_sampling(sampler, {"cursor": 5, "versions": {}}, {"embed": jax.numpy.zeros(1)}, {}, done=3)
+    assert sampler.position.cursor == 5
+    assert sampler.loaded == ({"embed": jax.numpy.zeros(1)}, {}, 3)
 
 
 def test_a_damaged_newest_checkpoint_is_told_and_the_run_goes_on_from_the_one_before(tmp_path, undisturbed, capfd):

@@ -182,6 +182,21 @@ def test_a_step_of_equal_rewards_alone_changes_nothing_where_they_are_dropped():
     assert np.isfinite(list(metrics.values())).all()
 
 
+def test_a_step_with_fewer_minibatches_has_the_last_learning_rates_of_its_share():
+    trainer, state = make_trainer(algorithm={"minibatches": 4, "updates_per_batch": 2, "zero_variance": "drop"})
+    update, seen = trainer.train_step, []
+
+    def watched(state, batch, frozen=None, /):
+        seen.append(int(state.opt_state[-1].count))
+        return update(state, batch, frozen)
+
+    trainer.train_step = watched
+    batches, _ = trainer.prepare(state, groups_of([REWARDS[0], [1.0] * 4, REWARDS[2], [0.0] * 4]))
+    state, _ = trainer.update(state, batches, 1)  # the second step owns 8 to 15
+    assert seen == [12, 13, 14, 15]
+    assert int(state.opt_state[-1].count) == 16
+
+
 def test_numbers_that_are_not_finite_stop_the_run_and_their_batch_is_saved(tmp_path, monkeypatch):
     trainer, state = make_trainer()
     monkeypatch.setattr(trainer, "folder", tmp_path)
