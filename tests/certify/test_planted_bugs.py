@@ -1,7 +1,5 @@
 """Bugs that others have had, planted one at a time by replacing one function: the certificate names each.
 
-`make test` plants nine, `make test-long` all. A bug is looked for by the stage that is to name it.
-=======
 `make test` plants a few, `make test-long` all. A bug is looked for by the stage that is to name it.
 """
 
