@@ -310,7 +310,8 @@ def _records(run: Path, volatile: tuple[str, ...]) -> list[dict[str, Any]]:
 def _last_state(run: Path) -> dict[str, Any]:
     """Shape, dtype and bytes of every array of the last checkpoint, and what the loop stored with them.
 
-    Without the extent of the records: metrics.jsonl holds times, so its bytes differ in every run.
+    Without the extent of the records, since metrics.jsonl holds times, and without the settings, which hold the run's
+    name.
     """
     config = read_config(run)
     model = make_model(config)
@@ -321,7 +322,7 @@ def _last_state(run: Path) -> dict[str, Any]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
     return {name: (x.shape, str(x.dtype), x.tobytes()) for name, x in arrays.items()} | {
-        name: value for name, value in host_state.items() if name != "records"
+        name: value for name, value in host_state.items() if name not in ("records", "settings")
     }
 
 

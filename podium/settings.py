@@ -154,7 +154,9 @@ def check_read_by_evaluations(keys: Iterable[str]) -> None:
     for key in keys:
         if key in ("rollout.temperature", "rollout.repetition_penalty"):
             own = key.replace("rollout.", "eval.")
-            raise ValueError(f"{key}: evaluations do not read it; set {own}, and with temperature eval.samples")
+            raise ValueError(
+                f"{key}: evaluations ignore this setting; set {own}, and eval.samples to sample at a temperature"
+            )
 
 
 def _fitting_lengths(model: str) -> list[Override]:

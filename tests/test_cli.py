@@ -198,7 +198,7 @@ def test_migrate_writes_yaml_to_stdout_and_remarks_to_stderr(podium):
     status, out, err = podium("config", "migrate", "old.yaml")
     assert status == 0 and "group_size: 4  # was rollout.n: 4\n" in out
     assert err.startswith("changed:\n  ") and "  rollout.n: 4 -> group_size: 4\n" in err
-    assert err.endswith("no counterpart:\n  rollout.backend: naive (old.yaml:1): there is one engine\n")
+    assert err.endswith("no counterpart:\n  rollout.backend: naive (old.yaml:1): Podium has one engine\n")
 
 
 def test_migrate_writes_a_new_file_and_never_over_one(podium):

@@ -121,7 +121,7 @@ def test_every_setting_of_a_full_file_arrives(translate):
     assert (config.metrics.wandb.mode, config.metrics.wandb.project) == ("offline", "mine")
     assert "rollout.n: 4 -> group_size: 4" in changed.splitlines()
     assert "the order of axes is always dp, fsdp, tp" in changed and "ordered by their topology" in changed
-    assert "train.beta: 0.04 (old.yaml:18): its KL was never added to the loss" in lost
+    assert "train.beta: 0.04 (old.yaml:18): the seed system never added its KL to the loss" in lost
     for key in ("rollout.backend", "rollout.fast_generate", "train.max_length_total"):
         assert f"{key}: " in lost
     for key in ("train.grpo_kernel.kernel.block_size", "algo.estimator.clip_range", "eval_full_every_epochs"):
@@ -175,12 +175,12 @@ def test_every_spelling_is_known(translate, key):
     [
         ("algo: rloo", "reinforce_pp_baseline", "rloo_whiten"),
         ("algo: {name: rloo, estimator: {rloo_whiten: no}}", "rloo", "without whitening"),
-        ("algo: {name: rloo}", "reinforce_pp_baseline", "it ran grpo's estimator there"),
+        ("algo: {name: rloo}", "reinforce_pp_baseline", "algo as a section ran grpo's estimator"),
         ("algo: {name: grpo, estimator: {name: reinforce}}", "reinforce_pp", "algo.estimator.name: reinforce ->"),
         ("algo: pg", "reinforce_pp", "whitened"),
         ("algo: reinforce_plus_plus", "reinforce_pp_baseline", "group baseline"),
-        ("algo: dapo", "grpo", "set dapo for the paper's"),
-        ("algo: ppo", "grpo", "no value model"),
+        ("algo: dapo", "grpo", "set recipe dapo for the paper's"),
+        ("algo: ppo", "grpo", "for PPO set recipe ppo"),
         ("n: 1", "reinforce_pp", "every advantage 0"),
     ],
 )

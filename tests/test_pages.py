@@ -46,7 +46,7 @@ def test_a_generated_page_is_what_the_code_says(name):
 def test_every_setting_has_a_row_with_its_value_and_default():
     page = settings_page()
     for row in (
-        "`rollout.temperature` | number, above 0 | `1.0` |",
+        "`rollout.temperature` | number, at least 1e-06, at most 1e+06 | `1.0` |",
         "`train.head` | `auto`, `chunked`, `fused` | `auto` |",
     ):
         assert f"| {row}" in page

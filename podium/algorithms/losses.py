@@ -52,9 +52,9 @@ class Tokens(NamedTuple):
     """The inputs of a policy term for the tokens of packed rows, each [B, T]."""
 
     logprobs: jax.Array
-    """Of the trained policy, with gradient."""
+    """Log-probabilities under the trained policy, with gradient."""
     old_logprobs: jax.Array
-    """Of the policy in the ratio's denominator."""
+    """Log-probabilities under the policy in the ratio's denominator."""
     advantages: jax.Array
     segments: jax.Array
     """int32: the number of a token's sequence within its row."""
@@ -64,7 +64,8 @@ class Tokens(NamedTuple):
     prompts: jax.Array | None = None
     """int32: the segment of a token's prompt, which both completions of a pair share."""
     divergence: jax.Array | None = None
-    """In nats, to the whole distribution of the model that teaches the policy; None without one."""
+    """Divergence from the whole distribution of the model that teaches the policy, in nats; None without such a
+    model."""
 
     @property
     def log_ratio(self) -> jax.Array:
@@ -256,7 +257,7 @@ def pair_margins(tokens: Tokens, *, by_token: bool) -> tuple[jax.Array, jax.Arra
     They are summed over the completion's tokens or, `by_token`, averaged. Advantages are 1 in chosen completions and -1
     in rejected ones.
     """
-    assert tokens.prompts is not None, "a pair is known by its prompt"
+    assert tokens.prompts is not None, "the completions of a pair are found by their prompt"
     ratio = tokens.logprobs - stop_gradient(tokens.scores[REFERENCE_LOGPROBS])
     if by_token:
         ratio = ratio * tokens.share
@@ -443,7 +444,8 @@ def off_policy_mask(tokens: Tokens, *, threshold: float) -> jax.Array:
     """Which tokens are trained on, [B, T] bool: all except those of stale sequences with negative advantage.
 
     Where A < 0, sequences are left out if their mean of old - current log-probability exceeds `threshold`: the
-    off-policy sequence masking of DeepSeek-V3.2 (arXiv:2512.02556), with the sampler's as `old_logprobs`.
+    off-policy sequence masking of DeepSeek-V3.2 (arXiv:2512.02556), with the sampler's log-probabilities as
+    `old_logprobs`.
     """
     drift = tokens.means(tokens.old_logprobs - stop_gradient(tokens.logprobs))
     return (tokens.advantages >= 0) | (drift <= threshold)

@@ -108,7 +108,7 @@ def _advantage_option_conflicts(config: AlgorithmConfig, recipe: Recipe, group_s
     k = recipe.advantage.keywords["k"]
     if not 1 <= k < group_size or k != int(k):
         rule = f"k {k:g} must be a whole number below group_size {group_size}"
-        yield "advantage_options", f"{rule}: the only set of all completions has nothing to be compared with"
+        yield "advantage_options", f"{rule}: with all completions there is only one set, and nothing to compare it with"
 
 
 def _credit_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
@@ -117,10 +117,10 @@ def _credit_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
             yield "gamma", "it discounts the rewards of turns, and credit is episode; set algorithm.credit to turn"
         return
     if not recipe.group_baseline:
-        rule = f"recipe {config.recipe} does not compare a prompt's completions with each other, and so no turns either"
+        rule = f"recipe {config.recipe} does not compare a prompt's completions, and so cannot compare turns"
         yield "credit", f"{rule}; set algorithm.recipe to grpo, dr_grpo, rloo or dapo, or credit to episode"
     if "tokens" in recipe.reads:
-        yield "credit", f"the advantage of recipe {config.recipe} is of each token already; set credit to episode"
+        yield "credit", f"recipe {config.recipe} gives each token its own advantage already; set credit to episode"
     if "parts" in recipe.reads:
         yield (
             "credit",
@@ -129,10 +129,10 @@ def _credit_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
     if recipe.zero_variance_metric is not None:
         yield "zero_variance_metric", "turns have no parts of the reward; leave it unset, or set credit to episode"
     if "baselines" in recipe.reads and recipe.group_baseline:
-        rule = f"recipe {config.recipe} compares with a greedy completion, whose turns are others"
+        rule = f"recipe {config.recipe} compares with a greedy completion, whose turns differ"
         yield "credit", f"{rule}; set credit to episode"
     if recipe.kl == "k1_reward":
-        yield "credit", "a KL in the reward is of whole conversations; set algorithm.kl to k2, k3 or k3+"
+        yield "credit", "a KL in the reward covers whole conversations; set algorithm.kl to k2, k3 or k3+"
 
 
 def _value_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
@@ -155,7 +155,7 @@ def _loss_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:
     if rule := _most_clip(recipe):
         yield "clip_low", rule
     if recipe.loss == "dppo_tv" and recipe.clip_high > 1:
-        rule = f"a probability never rises by more than 1, so a bound of {recipe.clip_high:g} is none"
+        rule = f"a probability never rises by more than 1, so a bound of {recipe.clip_high:g} has no effect"
         yield "clip_high", f"{rule}; set 1 for no upper bound"
     if recipe.dual_clip is not None and recipe.loss != "clipped":
         yield "dual_clip", f"it bounds PPO's token ratio, which recipe {name} does not have; leave it unset"
@@ -182,9 +182,9 @@ def _most_clip(recipe: Recipe) -> str:
     if recipe.clip_low <= 1 or recipe.loss in ("gmpo", "dppo_kl"):
         return ""
     if recipe.loss == "dppo_tv":
-        rule = f"a probability never falls by more than 1, so a bound of {recipe.clip_low:g} is none"
+        rule = f"a probability never falls by more than 1, so a bound of {recipe.clip_low:g} has no effect"
     else:
-        rule = f"a ratio is never below 0, so 1 - clip_low must not be, got {recipe.clip_low:g}"
+        rule = f"a ratio is never below 0, so 1 - clip_low must be 0 or more, got clip_low {recipe.clip_low:g}"
     return f"{rule}; set 1 for no lower bound"
 
 
@@ -222,14 +222,20 @@ def _pair_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int, pr
         rule = f"recipe {config.recipe} learns from preferences of the data, and {recipe.loss} does not"
         yield "loss", f"{rule}; set {' or '.join(losses)}"
     if form == "label" and group_size != 1:
-        yield "group_size", f"loss {recipe.loss} has one completion of each row, got {group_size}; set it to 1"
+        yield (
+            "group_size",
+            (f"loss {recipe.loss} uses one completion of each row, got group_size {group_size}; set it to 1"),
+        )
     if form == "label" and prompts_per_step < 2 * recipe.minibatches:
         rule = f"loss {recipe.loss} pairs each prompt with another row's completion, for its estimate of the KL"
         yield "minibatches", f"{rule}; set prompts_per_step to 2 or more for each of {recipe.minibatches} minibatches"
     if form != "label" and group_size != 2:
-        yield "group_size", f"recipe {config.recipe} has two completions of a prompt, got {group_size}; set it to 2"
+        yield (
+            "group_size",
+            (f"recipe {config.recipe} compares two completions of a prompt, got group_size {group_size}; set it to 2"),
+        )
     if recipe.mean != "sequence":
-        yield "mean", f"the loss is of pairs, and {recipe.mean} would weigh them by length; leave mean unset"
+        yield "mean", f"the loss compares pairs, and {recipe.mean} would weigh them by length; leave mean unset"
     unread: dict[str, bool] = {
         "kl": recipe.kl != "none",
         "correction": recipe.correction != "none",
@@ -255,7 +261,7 @@ def _part_conflicts(config: AlgorithmConfig, recipe: Recipe, prompts_per_step: i
         elif part.recipe != "sft":
             yield f"{key}.recipe", why_not_mixed(part.recipe or "", config.recipe)
         elif recipe.preferences:
-            rule = f"recipe {config.recipe} learns from preferences, whose rows have a packing of their own"
+            rule = f"recipe {config.recipe} learns from preferences, whose rows are packed differently"
             yield (
                 f"{key}.recipe",
                 (f"{rule}; sft cannot be mixed with it: run podium sft first, and continue from that run"),
@@ -267,7 +273,7 @@ def _part_conflicts(config: AlgorithmConfig, recipe: Recipe, prompts_per_step: i
             rule = f"{part.prompts_per_step} must be a multiple of minibatches {recipe.minibatches}"
             yield f"{key}.prompts_per_step", f"{rule}, each of which imitates an equal share"
     if LIKELIHOOD in recipe.loss_parts and all(part.recipe != "sft" for part in config.loss_parts):
-        rule = f"recipe {config.recipe} imitates demonstrations, and nothing says which"
+        rule = f"recipe {config.recipe} imitates demonstrations, and no part of the loss names them"
         yield "loss_parts", f"{rule}; add a part, {{recipe: sft, tasks: [...]}}"
 
 
@@ -277,9 +283,11 @@ def _repeated_parts(config: AlgorithmConfig) -> _Conflicts:
     for index, (part, name) in enumerate(zip(config.loss_parts, names, strict=True)):
         if name in names[:index]:
             way_out = "mix the data by the weights of its tasks" if part.loss is None else "add up their weights"
-            yield f"loss_parts.{index}", f"{name} is a part of the loss twice; {way_out}, in one part"
+            yield f"loss_parts.{index}", f"{name} occurs in two parts of the loss; {way_out}, in one part"
         elif name.rpartition(":")[2] in [other.rpartition(":")[2] for other in names[:index]]:
-            rule = f"an earlier part has a function of this name too, and metrics have the name alone: {name}"
+            rule = (
+                f"metrics are named by a part's function, and an earlier part has a function of the same name: {name}"
+            )
             yield f"loss_parts.{index}", f"{rule}; give one of the functions another name"
 
 
@@ -297,11 +305,11 @@ def _own_part_conflicts(part: LossPartConfig) -> _Conflicts:
             return
         for each in given:
             if each.kind is each.KEYWORD_ONLY and each.default is each.empty:
-                rule = f"{part.loss} asks for {each.name}, and loss_options are those of the recipe's own loss"
+                rule = f"{part.loss} asks for {each.name}, and loss_options apply only to the recipe's own loss"
                 yield "loss", f"{rule}; give the parameter a default"
     for option, is_set in (("prompts_per_step", part.prompts_per_step is not None), ("tasks", bool(part.tasks))):
         if is_set:
-            yield option, "a loss of your own is of the tokens that the recipe trains on; leave it out"
+            yield option, "your own loss always uses the tokens that the recipe trains on; leave it out"
 
 
 def _correction_conflicts(config: AlgorithmConfig, recipe: Recipe) -> _Conflicts:

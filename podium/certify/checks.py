@@ -108,7 +108,7 @@ def _score_error(updates: Updates, temperature: float, expected: list[np.ndarray
     `expected` has one array per completion.
     """
     subject = updates.subject
-    settings = updates.programs(UNPACKED)[0]
+    settings, _ = updates.programs(UNPACKED)
     settings = settings._replace(update=dataclasses.replace(settings.update, temperature=temperature))
     batch = shard_batch(updates.batch(UNPACKED), settings.computing)
     rows = np.concatenate(np.asarray(make_score(settings)(subject.params(one_device()), batch)))  # a completion in each

@@ -48,7 +48,7 @@ OF_UPDATE = (
     "long sequences",
     "optimizer steps",
 )
-"""Names of the checks that explain red ones of a run's updates."""
+"""Names of the checks whose failure explains a failed check of a run's updates."""
 
 
 def training_checks(updates: Updates) -> Iterator[Check]:

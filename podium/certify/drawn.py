@@ -43,7 +43,7 @@ class Drawing:
     seed: int
     """The seed of its prompt's request."""
     completion: int
-    """Its index among the completions of that request."""
+    """Index of the completion among those of its request."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,11 +68,11 @@ class Drawn:
     behind: np.ndarray
     """By how many nats each token is less likely than the likeliest one."""
     scores: np.ndarray
-    """Where each token lies in its distribution, as a standard normal number (`normal_scores`)."""
+    """Position of each token in its distribution, as a standard normal number (`normal_scores`)."""
     rows: np.ndarray
     """Index of the episode of each token."""
     places: np.ndarray
-    """Where in its sequence each token stands."""
+    """Index of each token in its sequence."""
 
 
 def sampling_checks(
@@ -80,8 +80,8 @@ def sampling_checks(
 ) -> Iterator[Check]:
     """Check the tokens that a run drew.
 
-    `numbers` has the possible lists of places of each step's groups in the run's sequence of prompts, and `talk` the
-    names of the checks of conversations.
+    For each step, `numbers` lists the possible places of its groups in the run's sequence of prompts. `talk` names the
+    checks of conversations.
     """
     rollout = training.config.rollout
     sampling = Sampling(
@@ -204,7 +204,7 @@ def compared(
 def _of_some(
     subject: Subject, version: Callable[[int], Arrays], drawings: Sequence[Drawing], sampling: Sampling
 ) -> Iterator[Drawn]:
-    """As `compared`, for at most as many episodes as the naive form's arrays have rows."""
+    """Like `compared`, for at most as many episodes as the naive form's arrays have rows."""
     episodes = [episode_of(each.transcript, FAILED) for each in drawings]
     tokens, starts = padded_tokens(episodes, subject.room)
     known = [_known(*pair) for pair in zip(drawings, episodes, strict=True)]

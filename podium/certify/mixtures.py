@@ -132,7 +132,7 @@ def choice_check() -> Check:
 
 
 def _wrong_choices(per_step: int, max_staleness: int) -> int:
-    """Number of wrong steps of a queue whose prompts are completed in random order."""
+    """Number of steps for which a queue chooses wrong prompts, if its prompts are completed in random order."""
     random = np.random.default_rng(per_step)
     firsts: list[int] = []  # version of the first token of each prompt in flight
     wrong = 0

@@ -46,7 +46,8 @@ class Episode:
     """The sampler's log-probability of each token, before penalty, top-k, top-p and min-p; 0 for tokens it did not
     draw."""
     drawn_logprobs: tuple[float, ...]
-    """The log-probability with which each token was drawn, after penalties and truncation; 0 for the others."""
+    """The log-probability with which each token was drawn, after penalties and truncation; 0 for tokens that were not
+    drawn."""
     turns: tuple[int, ...]
     """The turn of each of `tokens`: how often the model had answered before."""
     truncated: bool
@@ -59,7 +60,7 @@ class Episode:
     baseline: float = np.nan
     """The reward of its prompt's greedy completion; NaN without one, or if it failed."""
     privileged: tuple[int, ...] = ()
-    """The prompt that a model with prompts of its own reads instead."""
+    """The prompt of a model that reads its own prompts, in place of the sampler's."""
 
     @property
     def weighted(self) -> dict[str, tuple[float, float]]:

@@ -52,7 +52,7 @@ def rollout_device_checks(updates: Updates) -> Iterator[Check]:
 
 
 def with_room(settings: RolloutConfig) -> RolloutConfig:
-    """The engine's settings with a cache in which each device has room for the longest sequence, and a page besides."""
+    """The engine's settings with a cache in which each device has room for the longest sequence and one more page."""
     pages = table_pages(settings) + 1  # the page is the partial one of a shared prompt
     least = DEVICES * pages * settings.page_tokens
     return settings.model_copy(update={"cache_tokens": max(least, settings.cache_tokens or 0)})

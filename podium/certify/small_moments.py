@@ -105,7 +105,9 @@ def _chance(exact: np.ndarray) -> np.ndarray:
 
 
 def _moved(found: np.ndarray, exact: np.ndarray) -> np.ndarray:
-    """Where numbers lie between those of bfloat16 around the exact ones: 0 at the one nearer to 0, 1 at the other."""
+    """Position of numbers between the two bfloat16 numbers around the exact ones: 0 at the one nearer to 0, 1 at the
+    other.
+    """
     size = np.abs(exact).astype(np.float32)
     towards_zero = (size.view(np.uint32) & 0xFFFF0000).view(np.float32).astype(np.float64)
     apart = 2.0 ** (np.floor(np.log2(np.maximum(towards_zero, 1e-30))) - 7)

@@ -1,4 +1,4 @@
-"""Makes the small run that stands for the user's: its settings, its models, and what the watched training changes.
+"""Makes the small run that represents the user's: its settings, its models, and what the watched training changes.
 
 Every model of the user's run is known here by its section of the config; all other checks know it by its role.
 """
@@ -65,7 +65,7 @@ MOST_DRAWN = 24  # tokens that the model draws in a conversation, which cuts som
 OVERLONG_TOKENS = 6  # last tokens before MAX_NEW_TOKENS, over which the length reward falls
 REWARDS = {"correct": 0.8, "length": 0.3}
 PRIVILEGED = "{question} {answer}"
-"""The template of a privileged prompt; the naive implementation joins its tokens by itself."""
+"""The template of a privileged prompt; the naive implementation joins its tokens in its own code."""
 STEPS = 4
 STEPS_OF_A_MOVING_REFERENCE = 5
 SYNC_EVERY = 2
@@ -177,7 +177,7 @@ def _small_step(config: Config) -> Config:
         "lora": config.lora and config.lora.model_copy(update={"base": "bfloat16", "adapter": None}),
         "eval": config.eval.model_copy(update=asked),
         "rollout": _small_rollout(config.rollout, group, talks=talks),
-        # The naive form chooses experts anew in a second update.
+        # The naive form chooses experts again in a second update.
         "train": config.train.model_copy(update={**sizes, "dtype": "float32", "replay_routing": False}),
         "algorithm": alone.model_copy(update=algorithm),
         "grading": GradingConfig(workers=0, overlong_buffer_tokens=OVERLONG_TOKENS),

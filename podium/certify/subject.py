@@ -77,12 +77,12 @@ class NaiveModel(NamedTuple):
     """A small model in a role of the run."""
 
     role: Role
-    """Its role, with the small model's decoder."""
+    """Role of the model, with the small model's decoder."""
     weights: Arrays
 
     @property
     def decoder(self) -> DecoderConfig:
-        """Its architecture."""
+        """Architecture of the model."""
         return self.role.decoder
 
     def params(self, mesh: jax.sharding.Mesh) -> Params:
@@ -203,8 +203,8 @@ class Subject:
     def failing_groups(self) -> list[Group]:
         """The groups, in which one episode and one greedy completion failed for a reason that is not the model's."""
         *others, group = self.groups
-        assert len(others) == FAILED, "the last group has one that fails"
-        assert others[0].greedy is not None, "every group has one"
+        assert len(others) == FAILED, "the last group has failed episodes"
+        assert others[0].greedy is not None, "every group has a greedy completion"
         others[0] = dataclasses.replace(others[0], greedy=others[0].greedy._replace(reward=FAILED_REWARD))
         (first, *rest), (_, *rewards) = group.transcripts, group.rewards
         first = dataclasses.replace(first, finish_reason="failed")
@@ -253,7 +253,7 @@ class Subject:
             ENTROPY: lambda tokens, starts: self.naive_scores(tokens, starts, weights).entropy,
         }
         for name, model in self.models.items():
-            assert model.role.scores is not None, "it scores batches"
+            assert model.role.scores is not None, "the model scores batches"
             models[model.role.scores] = self._scored_by(model._replace(weights=others.get(name, model.weights)))
         episodes = [episodes_of(group) for group in groups]
         return optimizer_steps(rules, episodes, self.room, models, max_new_tokens=self.longest)

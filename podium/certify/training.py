@@ -21,7 +21,7 @@ from podium.certify.ledgers import Ledger, Ledgers
 from podium.certify.small_run import RunSettings, training_settings
 from podium.certify.subject import Subject, one_device
 from podium.certify.tiny import Arrays
-from podium.certify.updates import keeping_gradient
+from podium.certify.updates import keeping_gradient, last_gradient
 from podium.config.schema import CheckpointConfig, Config
 from podium.hosts.distributed import AgreedStop
 from podium.hosts.signals import StopSignal
@@ -299,9 +299,8 @@ def _recording(run: TrainStep, into: Callable[[], list[OptimizerStep]]) -> Train
     def recorded(state: TrainState, batch: Batch, frozen: Params | None = None, /) -> tuple[TrainState, Metrics]:
         before = _copied(state.params)
         state, metrics = run(state, batch, frozen) if frozen is not None else run(state, batch)
-        links: Any = state.opt_state
-        after = _copied(state.params)
-        into().append(OptimizerStep(before, _copied(links[0]), float(metrics["loss"]), after, _numbers(batch.coefs)))
+        after, loss = _copied(state.params), float(metrics["loss"])
+        into().append(OptimizerStep(before, last_gradient(state), loss, after, _numbers(batch.coefs)))
         return state, metrics
 
     return recorded

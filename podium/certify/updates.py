@@ -186,7 +186,7 @@ class Updates:
         state, found = init_state(params, DESCENT), []
         for _ in range(times):
             state, metrics = programs.train_step(state, placed, frozen | taught)
-            found.append(Update(float(metrics["loss"]), _kept_gradients(state), _host(state.params | frozen)))
+            found.append(Update(float(metrics["loss"]), last_gradient(state), _host(state.params | frozen)))
         return found
 
     def _prepared(
@@ -251,7 +251,7 @@ class Updates:
         placed = dataclasses.replace(placed, scores={**placed.scores, VALUES: placed.scores[VALUES] + late})
         step = make_value_step(role_settings(model.role, settings), DESCENT, clip=clip)
         state, metrics = step(init_state(model.params(form.mesh), DESCENT), placed)
-        found = Update(float(metrics["loss"]), _kept_gradients(state), _host(state.params))
+        found = Update(float(metrics["loss"]), last_gradient(state), _host(state.params))
         return found, naive_value_update(_with_moved_values(subject.sequences), model, clip)
 
     def programs(self, form: Form) -> tuple[TrainSettings, TrainPrograms]:
@@ -424,6 +424,12 @@ def keeping_gradient(optimizer: optax.GradientTransformation) -> optax.GradientT
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def last_gradient(state: TrainState) -> Arrays:
+    """Copy the last gradient from the state of an optimizer that `keeping_gradient` wraps, by parameter name."""
+    links: Any = state.opt_state
+    return {name: np.array(value) for name, value in links[0].items()}
+
+
 DESCENT = keeping_gradient(optax.sgd(0.1))
 """The optimizer that leads from one update to the next."""
 
@@ -467,12 +473,6 @@ def _naive_gradient(decoder: DecoderConfig, rules: Rules, temperature: float) ->
         return values, {name: each[0] for name, each in both.items()}, {name: each[1] for name, each in both.items()}
 
     return gradients
-
-
-def _kept_gradients(state: TrainState) -> Arrays:
-    """The gradients that the first link of `DESCENT` keeps."""
-    links: Any = state.opt_state
-    return _host(links[0])
 
 
 def _host(params: Any) -> Arrays:

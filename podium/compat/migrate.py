@@ -49,7 +49,7 @@ def migrate(path: Path, environ: Mapping[str, str]) -> Migration:
             invalid.
     """
     old = _Translation(_of_the_seed(path, environ))
-    old.fix("tasks.0.name", "gsm8k", "it had no other task; the system prompt is this task's own")
+    old.fix("tasks.0.name", "gsm8k", "the seed system had no other task; the system prompt is this task's own")
     for key, about in seed_keys().items():
         if about.becomes and (value := old.get(key)) is not None:
             old.put(key, about.becomes, value, about.why)
@@ -188,15 +188,19 @@ _LAYOUTS = {"legacy": "legacy"} | dict.fromkeys(
 def _sampling(old: _Translation) -> None:
     """Set lengths and sampling, and the layout if the file set one; all layouts give the same completions."""
     prompt, key = old.get("rollout.global_length"), "rollout.sharding_style"
-    why = "the least padding there, the longest prompt here: longer ones are dropped and counted"
+    why = "the seed system padded prompts to at least this length; Podium drops longer prompts and counts them"
     if prompt < 512:
         why += "; raised to 512 because the seed system took any prompt, and those of GSM8K have up to 400 tokens"
     old.put("rollout.global_length", "rollout.max_prompt_tokens", max(prompt, 512), why)
-    old.fix("rollout.top_k", 0, "it sampled among the 50 likeliest tokens, which biases the gradient; 50 does so here")
+    old.fix(
+        "rollout.top_k",
+        0,
+        "the seed system sampled among the 50 likeliest tokens, which biases the gradient",
+    )
     if key in old.written:
         if (style := old.get(key).lower()) not in _LAYOUTS:
             raise old.wrong(key, f"expected one of {', '.join(_LAYOUTS)}")
-        why = "replicated, the default here, gives the same completions faster where a device holds the whole model"
+        why = "Podium's default, replicated, gives the same completions faster where a device holds the whole model"
         old.put(key, "rollout.layout", _LAYOUTS[style], why)
 
 
@@ -206,10 +210,14 @@ _REMAT = {"everything_saveable": "none", "dots_with_no_batch_dims": "products"}
 def _update(old: _Translation) -> None:
     if "train.remat_policy" in old.written:  # its default kept the results of all products
         remat = _REMAT.get(old.get("train.remat_policy"), "layer")
-        why = "" if remat == "none" else "layer, the default here, recomputes each layer from its input: least memory"
+        why = (
+            ""
+            if remat == "none"
+            else ("Podium's default, layer, recomputes each layer from its input and so needs the least memory")
+        )
         old.put("train.remat_policy", "train.remat", remat, why)
     if beta := old.get("train.beta"):
-        why = "its KL was never added to the loss, so none is set; to add one: "
+        why = "the seed system never added its KL to the loss, so none is set; to add one: "
         old.lose("train.beta", f"{why}algorithm.kl: k3, algorithm.kl_coef: {dump_value(beta)}")
 
 
@@ -221,7 +229,7 @@ def _optimizer(old: _Translation) -> None:
     old.put("train.optimizer.name", "train.optimizer.name", name)
     old.put("train.optimizer.clip_norm", "train.optimizer.clip_norm", max(clip, 0.0))
     if name in _OPTAX_BETA2:
-        old.fix("train.optimizer.beta2", _OPTAX_BETA2[name], f"optax's own for {name}; it could not be set")
+        old.fix("train.optimizer.beta2", _OPTAX_BETA2[name], f"optax's own for {name}, as in the seed system")
 
 
 def _schedule(old: _Translation) -> None:
@@ -244,12 +252,21 @@ def _schedule(old: _Translation) -> None:
 
 
 _RECIPES = {
-    "grpo": ("grpo", "its advantages and its clip, set below"),
-    "dapo": ("grpo", "its dapo was GRPO with a batch term; set dapo for the paper's algorithm, including refills"),
-    "rloo": ("reinforce_pp_baseline", "whitened over the batch (rloo_whiten), which is this; set rloo for the paper's"),
-    "reinforce": ("reinforce_pp", "rewards whitened over the batch and PPO's clip, which is this"),
-    "reinforce++": ("reinforce_pp_baseline", "a group baseline, whitened over the batch, which is this"),
-    "gae": ("grpo", "there is no value model, so no PPO; GRPO is used instead"),
+    "grpo": ("grpo", "the seed system's advantages and its clip, set below"),
+    "dapo": (
+        "grpo",
+        (
+            "the seed system's dapo was GRPO with a batch term; set recipe dapo for the paper's algorithm, including "
+            "refills"
+        ),
+    ),
+    "rloo": (
+        "reinforce_pp_baseline",
+        ("the seed system whitened over the batch (rloo_whiten), as this recipe does; set rloo for the paper's"),
+    ),
+    "reinforce": ("reinforce_pp", "rewards whitened over the batch and PPO's clip, as in the seed system"),
+    "reinforce++": ("reinforce_pp_baseline", "a group baseline, whitened over the batch, as in the seed system"),
+    "gae": ("grpo", "PPO's value model is not translated, so this is GRPO; for PPO set recipe ppo"),
 }
 _OTHER_NAMES = {"reinforcepp": "reinforce++", "reinforce_plus_plus": "reinforce++", "ppo": "gae"}
 _OTHER_NAMES |= {"pg": "reinforce", "policy_gradient": "reinforce"}
@@ -267,19 +284,22 @@ def _algorithm(old: _Translation) -> None:
     if name == "rloo" and not old.get("algo.estimator.rloo_whiten"):
         recipe, why = "rloo", "without whitening"
     if old.new["group_size"] < 2 and recipe != "reinforce_pp":
-        recipe, why = "reinforce_pp", "one completion per prompt gave every advantage 0 there; this learns from it"
+        recipe, why = (
+            "reinforce_pp",
+            ("with one completion per prompt, every advantage was 0 in the seed system; this recipe learns from it"),
+        )
     if key == "algo.name" and name != "grpo" and old.written["algo.name"][0] == "algo.name":
-        why += "; written as a section it ran grpo's estimator there"
+        why += "; in the seed system, algo as a section ran grpo's estimator"
     old.put(key, "algorithm.recipe", recipe, why)
     if recipe == "grpo":
-        old.fix("algorithm.std", "group", "as there")
-        old.fix("algorithm.std_ddof", 0, "population standard deviation, as there")
+        old.fix("algorithm.std", "group", "as in the seed system")
+        old.fix("algorithm.std_ddof", 0, "population standard deviation, as in the seed system")
     if recipe != "rloo":
         old.put("algo.estimator.eps", "algorithm.std_eps", old.get("algo.estimator.eps"))
-    old.fix("algorithm.mean", "token", "its loss was the mean over all tokens of the batch")
-    old.fix("algorithm.clip_low", 0.2, "fixed in its code")
-    old.fix("algorithm.clip_high", 0.3, "fixed in its code")
-    old.fix("algorithm.old_logprobs", "trainer", "its ratio was to the trainer's own log-probabilities")
+    old.fix("algorithm.mean", "token", "the seed system's loss was the mean over all tokens of the batch")
+    old.fix("algorithm.clip_low", 0.2, "fixed in the seed system's code")
+    old.fix("algorithm.clip_high", 0.3, "fixed in the seed system's code")
+    old.fix("algorithm.old_logprobs", "trainer", "the seed system's ratio was to the trainer's own log-probabilities")
 
 
 def _mesh(old: _Translation) -> tuple[str, str]:
@@ -297,7 +317,7 @@ def _mesh(old: _Translation) -> tuple[str, str]:
         "all devices in fsdp; on the branches main, test_rl and feat-kernel auto was host_local": mesh == "auto",
         "devices are always ordered by their topology": text.startswith("!"),
         "the order of axes is always dp, fsdp, tp": axes != sorted(axes),
-        "with tp above 1 it sampled wrong tokens": sizes["tp"] != 1,
+        "with tp above 1, the seed system sampled wrong tokens": sizes["tp"] != 1,
     }
     return mesh, "; ".join(reason for reason, holds in reasons.items() if holds)
 
@@ -305,18 +325,23 @@ def _mesh(old: _Translation) -> tuple[str, str]:
 def _evaluation(old: _Translation) -> None:
     old.put("eval_every_steps", "eval.every_steps", max(old.get("eval_every_steps"), 0))
     questions = max(1, old.get("eval_batches_per_process")) * old.new["prompts_per_step"]
-    why = "now a number of questions, the same each time; it was batches per process, different each time"
+    why = "a number of questions, the same each time; the seed system took batches per process, different each time"
     old.put("eval_batches_per_process", "eval.questions", questions, why)
-    old.fix("eval.samples", old.new["group_size"], "it sampled as many answers per question as the rollout")
-    old.fix("eval.greedy", False, "its evaluation during training was sampled")
-    old.fix("eval.at_start", False, "it did not evaluate before the first step")
+    old.fix("eval.samples", old.new["group_size"], "as many answers per question as the rollout, as in the seed system")
+    old.fix("eval.greedy", False, "the seed system's evaluation during training was sampled")
+    old.fix("eval.at_start", False, "the seed system did not evaluate before the first step")
     mode = old.get("wandb_mode").lower()
     if mode not in ("online", "offline", "disabled"):
         old.lose("wandb_mode", "expected online, offline or disabled")
         mode = "disabled"
     if "wandb_mode" in old.written and old.written["wandb_mode"][1].value in (None, ""):
         mode = "disabled"
-    old.put("wandb_mode", "metrics.wandb.mode", mode, "an empty mode was online where WANDB_API_KEY was set")
+    old.put(
+        "wandb_mode",
+        "metrics.wandb.mode",
+        mode,
+        "the seed system took an empty mode as online if WANDB_API_KEY was set",
+    )
 
 
 def _nested(settings: Mapping[str, object]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def slower_decode(kernels: str, page_tokens: int, head_dim: int) -> str:
     if kernels != "gpu" or gpu_kernel_decodes(page_tokens, head_dim):
         return ""
     rule = "XLA reads the cache, slower than the GPU's kernel, which takes powers of two from 16"
-    if gpu_kernel_decodes(page_tokens, GPU_SMALLEST):
+    if not gpu_kernel_decodes(GPU_SMALLEST, head_dim):
         return f"decode: {rule}: the model's heads have {head_dim} elements"
     return f"decode: {rule}: rollout.page_tokens is {page_tokens}; set it to 64"
 

@@ -35,8 +35,8 @@ class ProgressConfig(Section):
     """Draws tasks more often the faster they are learned (arXiv:1707.00183, whose code is TSCL)."""
 
     window: Annotated[int, Field(ge=4)] = 32  # TSCL: window_size
-    """Recent groups per task from which progress is computed: the distance between the mean reward of the newer half
-    and that of the older half."""
+    """Recent groups per task from which progress is computed: how far the mean share of right answers in the newer half
+    is from that in the older half."""
     spread: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2  # TSCL: epsilon
     """Share of prompts drawn by the tasks' weights alone, so that no task is forgotten; 1: all prompts."""
 

@@ -719,7 +719,7 @@ def _layout(config: Config) -> Iterator[Contradiction]:
     if group is not None and layout != "hybrid":
         key, other = "rollout.group_chips", "rollout.layout"
         yield Contradiction(
-            (key, other), f"{group} has no effect with {other} {layout}; set that to hybrid, or leave this out"
+            (key, other), f"{group} has no effect with {other} {layout}; set {other} to hybrid, or unset {key}"
         )
 
 

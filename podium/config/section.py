@@ -11,7 +11,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NotNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 SMALLEST, LARGEST = 1e-6, 1e6
-"""Of a temperature and a penalty, and the smallest top_p: 32 bits hold quotients by numbers between these."""
+"""Smallest and largest temperature and penalty, and smallest top_p: dividing by a smaller number overflows float32."""
 Divisor = Annotated[float, Field(ge=SMALLEST, le=LARGEST, allow_inf_nan=False)]
 """A temperature or a penalty, by which logits are divided."""
 

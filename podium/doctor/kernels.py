@@ -50,7 +50,7 @@ def kernels(subject: Subject) -> Iterator[Row]:
     """Check that each kernel of this platform is correct, and faster than XLA."""
     sizes = subject.sizes
     if subject.kernels not in CASES:
-        yield Row(name="kernels", text=f"skipped: none runs on this {subject.platform}; its programs are all XLA's")
+        yield Row(name="kernels", text=f"skipped: no kernel runs on this {subject.platform}, only XLA's programs")
         return
     for make in CASES[subject.kernels]:
         for case in make(sizes.kernels, subject.facts.devices[0].kind):
@@ -75,6 +75,6 @@ def _row(case: Case, calls: int) -> Row:
         unit="ms",
         measured=1e3 * found.kernel_s,
         assumed=1e3 * found.xla_s,
-        text=f"off by {found.error:.0e}{moved}; beside it XLA",
+        text=f"off by {found.error:.0e}{moved}; assumed: the time of XLA",
         problem=problem,
     )

@@ -22,7 +22,7 @@ MOST_SECONDS = 2.0
 """Ratio to the upper end of the plan's range from which a duration counts as a problem."""
 UPDATES = 2
 """Updates to time after one that compiles; the fastest counts."""
-FIRST = "beside the least that the measured peaks allow: podium calibrate RUN lets plans say more"
+FIRST = "assumed: the least that the measured peaks allow; podium calibrate RUN lets plans say more"
 
 
 def small_model(subject: Subject) -> Iterator[Row]:

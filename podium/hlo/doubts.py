@@ -35,8 +35,8 @@ LAYOUT = re.compile(r"[\d,]*(:(T(\([\d,*]+\))+|D\([A-Z,+~]*\)|[SLEM]\(\d+\)|[#*]
 ARRAY = re.compile(r"(?<![\w.%-])((?:pred|token|[a-z]{1,4}\d\w*)\[[^\]]*\])(\{[^}]*\})?")
 DIMENSIONS = re.compile(r"\[(<=\d+|\d+)?(,(<=)?\d+)*\]")
 COUNTED = 0.5
-"""The smallest and, inverted, the largest allowed ratio of the reader's count of operations to the compiler's, each
-loop counted once; also the largest ratio for bytes. In the same programs it was 0.96 to 0.99."""
+"""Bound for the ratio of the reader's count of operations to the compiler's, each loop counted once: from this to its
+inverse; also the upper bound for bytes. For the programs below, the ratio was 0.96 to 0.99."""
 LEAST_BYTES = 0.03
 """The smallest allowed ratio of the reader's bytes to the compiler's, which counts whole arrays where a part is
 replaced. In programs of SmolLM2 for a CPU it was 1.0 (updates and copies), 0.48 (decoding) and 0.09 (prefill)."""
@@ -63,11 +63,11 @@ def doubts(
 
     Args:
         text: the compiled program.
-        module: the same, parsed.
-        once: its cost by `walk(..., once=True)`.
+        module: the parsed text.
+        once: the program's cost by `walk(..., once=True)`.
         counted: the compiler's count; None if it made no count.
         arrays: bytes of the arrays at the peak, by `live_at_peak`.
-        peak: the compiler's figure for them.
+        peak: the compiler's figure for the same arrays.
     """
     return [*unknown_text(text, module), *_counts(once, counted), *_memory(arrays, peak)]
 
@@ -90,7 +90,7 @@ def unknown_text(text: str, module: Module) -> Iterator[str]:
 
 
 def known_opcode(opcode: str) -> bool:
-    """Whether an instruction does something that XLA had when this was written."""
+    """Whether an opcode is among those that XLA had when this was written."""
     return opcode in OPCODES or re.sub(r"-(start|update|done)$", "", opcode) in OPCODES
 
 

@@ -26,7 +26,7 @@ class Shape:
 
     @property
     def size(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of the array's elements, without padding."""
         return math.ceil(math.prod(self.dims) * item_bits(self.dtype) / 8)
 
     @property
@@ -60,28 +60,30 @@ class Instruction:
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """The arrays of its result, flattened."""
+        """The arrays of the result, flattened."""
         return tuple(leaves(self.type))
 
     @cached_property
     def source(self) -> str:
-        """The path of scopes under which jax traced it, such as `jit(step)/while/body/mlp/dot_general`."""
+        """The path of scopes under which jax traced the instruction, such as `jit(step)/while/body/mlp/dot_general`."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1].replace("\\'", "'") if found else ""
 
     @cached_property
     def callees(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of the computations that it runs, by role: calls, body, condition, branch_computations, ..."""
+        """Names of the computations that the instruction runs, by role: calls, body, condition, branch_computations,
+        ...
+        """
         found = _CALLEES.findall(self.attributes)
         return {role: tuple(name.strip(" %") for name in names.strip("{}").split(",")) for role, names in found}
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Names of the computations that it runs and that have their own memory, unlike fused ones."""
+        """Names of the computations that the instruction runs and that have their own memory, unlike fused ones."""
         return tuple(name for role in _ROLES.get(self.opcode, ()) for name in self.callees.get(role, ()))
 
     def attribute(self, name: str) -> str:
-        """The text of an attribute up to the next one; empty if it has no such attribute."""
+        """The text of an attribute up to the next one; empty if the instruction does not have it."""
         braces = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # attributes may be nested
         found = re.search(rf"\b{name}=({braces}|\{{\{{.*?\}}\}}|\{{[^}}]*\}}|[^,]*)", self.attributes)
         return found[1] if found else ""
@@ -101,7 +103,7 @@ class Computation:
 
     @cached_property
     def parameters(self) -> Mapping[int, Instruction]:
-        """Its arguments by number."""
+        """The computation's parameters by number."""
         found = [each for each in self.instructions.values() if each.opcode == "parameter"]
         return {int(each.literal): each for each in found}
 

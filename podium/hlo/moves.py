@@ -65,7 +65,7 @@ def _described(
 ) -> str:
     """What an instruction does with which array; empty if it fills a cache of the chip.
 
-    A moved array has the name of the program's argument that it comes from or goes to, if there is one.
+    A moved array has the name of the program's argument that it comes from or goes to, if any.
     """
     read = [array for name in each.operands for array in _arrays(computation, computation.instructions[name])]
     made = [array for array in _arrays(computation, each) if _is_new(each, array[0].leaf, module)]
@@ -75,19 +75,19 @@ def _described(
     array, shape = max(made, key=lambda array: array[1].padded_size) if verb in VERBS else by_size[0]
     buffers = [name_of(each) for each, _ in (by_size if verb in VERBS else by_size[:1])]
     given = next((buffer for buffer in buffers if buffer and buffer.is_argument), name_of(array))
-    assert given is not None, "it is in main memory"
+    assert given is not None, "the array is in main memory"
     return f"{verb} {given.name} {shape}"
 
 
 def _arrays(computation: Computation, each: Instruction) -> Iterator[Array]:
-    """The arrays of a result that are in main memory and not part of the program."""
+    """The arrays of a result that are in main memory and are not constants of the program."""
     for leaf, shape in enumerate(each.shapes):
         if shape.space == HBM and each.opcode != "constant":
             yield ArrayRef(computation.name, each.name, leaf), shape
 
 
 def _is_new(each: Instruction, leaf: int, module: Module) -> bool:
-    """Whether an instruction writes a leaf of its result whole, rather than a part of an operand."""
+    """Whether an instruction writes a whole leaf of its result, instead of a part of an operand."""
     if each.opcode.endswith("-start"):  # (to, from, context), or (operands, results, context)
         return leaf == (0 if each.opcode == "copy-start" else len(each.operands))
     if each.opcode == "fusion":

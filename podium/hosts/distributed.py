@@ -106,14 +106,14 @@ def gather(value: Value) -> list[Value]:
 
 
 def local_memory(name: str) -> int | None:
-    """The maximum of a `memory_stats` entry over this process's devices; None if they report none (CPU)."""
+    """The maximum of a `memory_stats` entry over this process's devices; None if devices do not report it (CPU)."""
     stats = [found for device in jax.local_devices() if (found := device.memory_stats())]
     return max(each[name] for each in stats) if stats else None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Made(Generic[Value]):
-    """A value of process 0: what it sends in place of an error."""
+    """A value made on process 0, or the error that occurred instead."""
 
     value: Value
 
@@ -159,8 +159,8 @@ def host_mesh(mesh: Mesh) -> Mesh:
     devices = mesh.devices[box]
     if devices.size != len(indices):
         raise ValueError(
-            f"mesh {dict(mesh.shape)}: the devices of a host do not form a box in it, so it cannot roll out by"
-            " itself; set mesh to auto, or to sizes of which tp, or tp and a part of fsdp, fill a host"
+            f"mesh {dict(mesh.shape)}: the devices of a host do not form a box in it, so it cannot roll out"
+            " alone; set mesh to auto, or to sizes of which tp, or tp and a part of fsdp, fill a host"
         )
     return Mesh(devices, mesh.axis_names)
 
@@ -233,7 +233,7 @@ class AgreedStop:
     def exchange(self, value: Value, failed: Exception | None = None) -> tuple[list[Value], list[int | None]]:
         """All-gather a value of each process, and the signals that they know, in order. Every process must call this.
 
-        `failed` is the error of this process, if it has one: it is raised here, and HostFailedError in the others.
+        `failed` is this process's error, if any: it is raised here, and HostFailedError in the other processes.
         """
         text = None if failed is None else f"{type(failed).__name__}: {failed}"
         hosts = gather((value, self.asked(), text))
@@ -244,7 +244,7 @@ class AgreedStop:
         return [value for value, _, _ in hosts], [asked for _, asked, _ in hosts]
 
     def leave_together(self) -> None:
-        """Note that all processes are about to raise an error at the same place."""
+        """Record that all processes are about to raise an error at the same place."""
         self._together = True
 
     @property
@@ -258,7 +258,7 @@ class AgreedStop:
         return 128 + self.requested if self.requested else 0
 
     def poll(self) -> None:
-        """Raises Interrupted if this or another process has received SIGTERM; call it often during a rollout."""
+        """Raise Interrupted if this or another process has received SIGTERM; call it often during a rollout."""
         number = self._signals.requested
         if jax.distributed.is_initialized():
             number = self._poll_others(number)

@@ -89,7 +89,7 @@ def machine_text() -> str:
 def devices_line(update: str, rollout: str) -> str:
     """The line that a run begins with: its devices, the memory that each may use, and the number formats.
 
-    As `1 x NVIDIA H200, 124.6 GiB, bfloat16`. A warning follows if jax leaves this machine's accelerators unused.
+    Example: `1 x NVIDIA H200, 124.6 GiB, bfloat16`. A warning follows if jax leaves this machine's accelerators unused.
     """
     own = next(each for each in find_devices() if each.process_index == jax.process_index())  # others cannot be asked
     stats = own.memory_stats() or {}
@@ -98,5 +98,5 @@ def devices_line(update: str, rollout: str) -> str:
     each = " each" if stats and len(find_devices()) > 1 else ""
     text = f"{machine_text()}, {memory / GIB:.1f} GiB{each}, {formats}"
     if find_devices()[0].platform == "cpu" and not only_cpu():
-        text += "; jax does not use this machine's accelerator: podium doctor says why"
+        text += "; jax does not use this machine's accelerator: run podium doctor to find out why"
     return text

@@ -38,16 +38,16 @@ def check_same_inputs(
     """Compare models, adapter and questions with those of the other hosts; every process must call this.
 
     Args:
-        source: of the model on this host.
+        source: the source of the model on this host.
         adapter: folder of the adapter that training begins with, if any.
-        others: of the run's other models on this host, by what they are.
-        tasks: their data is read here.
+        others: the sources of the run's other models, by title.
+        tasks: the tasks, whose data is read here.
         evaluates: whether the run will read evaluation questions.
         columns: further columns of the training data that the run reads.
-        demonstrations: the tasks of the demonstrations that the run mixes in; None if it mixes none in.
+        demonstrations: the tasks of the demonstrations that the run mixes in; None if the run has none.
 
     Raises:
-        GuardError: a host reads something else than process 0; the message names host and file or task.
+        GuardError: a host reads other files or data than process 0; the message names host and file or task.
     """
     if not jax.distributed.is_initialized():
         return
@@ -63,7 +63,7 @@ def check_same_inputs(
 
 
 def compare(found: Sequence[Mapping[str, str]]) -> None:
-    """Raise GuardError unless all hosts have what the first one has."""
+    """Raise GuardError unless all hosts have read the same as the first."""
     first = found[0]
     problems: list[str] = []
     for worker, theirs in enumerate(found[1:], start=1):
@@ -101,7 +101,7 @@ def file_fingerprint(path: Path) -> str:
 
 
 def questions(tasks: TaskMixture, *, evaluates: bool, columns: Sequence[str] = ()) -> dict[str, str]:
-    """Number and digest of the questions of each task and split; of training questions with these columns."""
+    """Number and digest of the questions of each task and split; digests of training questions include `columns`."""
     trained = tasks.train_prompts()
     found = {f"training questions of {label}": _digest(each, columns) for label, each in trained.items()}
     if evaluates:

@@ -18,7 +18,7 @@ AT_ONCE_S = 1.5
 """Seconds after a second Ctrl-C at which a process that is still running is ended."""
 SHOW_CURSOR = "\x1b[?25h"
 Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
-"""What Python has as the handler of a signal: a function, SIG_DFL or SIG_IGN; None: it was not set by Python."""
+"""The handler of a signal in Python: a function, SIG_DFL or SIG_IGN; None if it was not set by Python."""
 
 
 class StopSignal:
@@ -35,7 +35,7 @@ class StopSignal:
         """`announce` is called with a line at the first signal, inside the signal handler: it must not print."""
         self._announce = announce
         self.requested: int | None = None
-        """Number of the first signal, SIGINT or SIGTERM (for SIGHUP too); None until one comes."""
+        """Number of the first signal, SIGINT or SIGTERM (also for SIGHUP); None until one arrives."""
         self._previous: dict[int, Handler] = {}
         self._left = threading.Event()
 

@@ -39,7 +39,7 @@ class Cluster:
     coordinator: str
     """HOST:PORT of worker 0, where the guard and then jax listen."""
     accelerator: str | None = None
-    """Type of the slice, such as v6e-16; None: unknown."""
+    """Type of the slice, such as v6e-16; None if unknown."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -125,7 +125,7 @@ def _from_variables(environ: Mapping[str, str], names: tuple[str, str, str]) -> 
 
 
 def _check_required(environ: Mapping[str, str], workers: int) -> None:
-    """Check the variables of the seed system, under their old names."""
+    """Check REQUIRE_MULTIHOST and REQUIRE_JAX_PROCESS_COUNT, variables of Podium's predecessor."""
     way_out = "start the same command on all workers (--worker=all)"
     if environ.get("REQUIRE_MULTIHOST") in ("1", "true") and workers == 1:
         raise ClusterError(f"REQUIRE_MULTIHOST is set and this process is alone; {way_out}")
@@ -162,7 +162,7 @@ def read_metadata(server: str, key: str, timeout_s: float = METADATA_S) -> str:
 
 
 def local_worker(addresses: tuple[str, ...]) -> int | None:
-    """The index of the one address that belongs to this host; None if none or several do."""
+    """The index of the one address that belongs to this host; None if no address or several belong to this host."""
     local = []
     for index, address in enumerate(addresses):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -25,7 +25,7 @@ Kind = Literal["exception", "lost", "hang", "guard", "missing", "signal", "stopp
 RECORD = "record.json"
 PROGRESS = "progress.json"
 GUARD = 78
-"""Exit status: workers are duplicated or mismatched; another attempt would be too."""
+"""Exit status: workers are duplicated or mismatched, and would be again in another attempt."""
 MISSING = 75
 """Exit status: a worker is missing, or ended before the start; another attempt may succeed."""
 HANG = 124
@@ -33,7 +33,7 @@ HANG = 124
 STOPPED = 143
 """Exit status: the job was stopped, has saved, and can be continued."""
 ABORTED = 134
-"""Exit status: another worker was lost, whether jax aborted this process or an error said so."""
+"""Exit status: another worker was lost, as shown by jax's abort of this process or by an error."""
 PEER_LOST = re.compile(
     r"(?-i:UNAVAILABLE): "
     r"|(?-i:[A-Z][A-Z_]{4,}): .*(Gloo|by peer|heartbeat|coordination (service|agent)|unhealthy|barrier|preempt)",
@@ -46,7 +46,7 @@ JsonObject = dict[str, Any]
 
 
 class Progress(TypedDict, total=False):
-    """Where a process is: progress.json."""
+    """How far a process is: contents of progress.json."""
 
     time: float  # Unix seconds, like all times here
     beat: float  # last sign of life
@@ -61,7 +61,7 @@ class Progress(TypedDict, total=False):
 
 
 class Record(TypedDict, total=False):
-    """Why a process ended: record.json."""
+    """Why a process ended: contents of record.json."""
 
     kind: Kind
     message: str  # one line
@@ -114,7 +114,7 @@ class ProgressReport:
             self._progress.update(values)
 
     def announce(self, text: str) -> None:
-        """Show a message in the job's log and in its progress."""
+        """Show a message in the job's log and in progress.json."""
         print(text, file=sys.stderr, flush=True)
         self.update(notice=text)
 
@@ -158,7 +158,7 @@ def exit_status(error: BaseException) -> int:
 
 
 def write_record(folder: Path, kind: Kind, message: str, status: int, *, worker: int, progress: Progress) -> None:
-    """Write record.json unless it exists: why a process is ending. A later event is not the cause.
+    """Write record.json unless it exists: why a process is ending. Later events are not the cause.
 
     Secrets of this process are removed from the message.
     """
@@ -185,7 +185,7 @@ def write_record(folder: Path, kind: Kind, message: str, status: int, *, worker:
 
 
 def read_json(path: Path) -> JsonObject | None:
-    """The JSON object in a file; None if there is no file."""
+    """The JSON object in a file; None if the file does not exist."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -202,7 +202,7 @@ JobOutcome = Literal["none", "running", "done", "stopped", "guard", "failed"]
 
 
 def outcome(statuses: Sequence[Status | None]) -> JobOutcome:
-    """The state of a job, from the status of each of its workers; None: the worker does not answer.
+    """The state of a job, from the status of each worker (None if it did not answer).
 
     `running` means that no worker has failed yet; `stopped`, that the job has saved and can be continued.
     """
@@ -255,7 +255,7 @@ class _End:
 
 
 def _end_of(worker: int, status: Status | None) -> _End | None:
-    """The failure of a worker's process; None: it has not failed."""
+    """The failure of a worker's process; None if it has not failed."""
     if status is None:
         return _End(worker, _UNREACHABLE, (0.0, worker), f"worker {worker} does not answer")
     name = f"worker {worker} ({status['host']})"

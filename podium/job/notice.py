@@ -18,7 +18,7 @@ NOTICES: Mapping[str, tuple[str, ...]] = {
     "preempted": ("TRUE",),
     "maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE", "MIGRATE_ON_HOST_MAINTENANCE"),
 }
-"""Keys of the metadata server, and the values that mean that the machine is about to go."""
+"""Keys of the metadata server, and the values that announce that the machine will be taken away."""
 ASK_S = 60.0
 """Seconds for which one request waits for a change."""
 RETRY_S = 5.0
@@ -65,7 +65,7 @@ class Notice:
                 continue
             heard, wait = True, f"?wait_for_change=true&timeout_sec={ASK_S:.0f}"
             if value in NOTICES[key]:
-                return self._give(f"this machine is about to go ({key}: {value})")
+                return self._give(f"this machine is about to be taken away ({key}: {value})")
 
     def _give(self, text: str) -> None:
         with self._lock:

@@ -78,7 +78,9 @@ class Redactor:
         yield HIDDEN if len(_plain(held)) >= SHORTEST else held
 
     def _begun(self, plain: str) -> int:
-        """Number of letters and digits at the end that start a form, if at least `HELD`; otherwise 0."""
+        """Number of letters and digits at the end of `plain` that may begin a secret's form, if at least `HELD`;
+        otherwise 0.
+        """
         longest = min(len(plain), len(self.forms[0]) - 1)
         lengths = range(longest, HELD - 1, -1)
         return next((n for n in lengths if any(form.startswith(plain[-n:]) for form in self.forms if len(form) > n)), 0)

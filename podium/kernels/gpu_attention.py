@@ -100,7 +100,9 @@ gpu_attention.defvjp(_forward, _backward)
 
 
 def _listed(meets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For each block, all blocks with visible ones first, [B, n, n] int32, and the number of visible ones, [B, n]."""
+    """For each block of queries, the indices of all key blocks, visible ones first, [B, n, n] int32, and the number of
+    visible ones, [B, n].
+    """
     return jnp.argsort(~meets, axis=-1, stable=True).astype(jnp.int32), jnp.sum(meets, axis=-1, dtype=jnp.int32)
 
 
@@ -131,8 +133,8 @@ class _Call:
     ) -> Callable[..., Sequence[jax.Array]]:
         """Wrap a kernel over a grid of blocks, rows and heads.
 
-        The kernel's first arguments are the listed blocks, their count and the ids; `inputs` names the blocks of the
-        remaining ones. `products` is the number of products of the size queries x keys that it computes.
+        The kernel's first arguments are the list of blocks, its length and the ids; `inputs` names the other arguments'
+        blocks. `products` is the number of products of size queries x keys that the kernel computes.
         """
         blocks = _blocks(self)
         pairs = self.t * self.t * self.n * (self.n + 1) // 2

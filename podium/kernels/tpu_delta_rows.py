@@ -313,7 +313,7 @@ def _forward_kernel(
     y: jax.Ref,
     *kept: jax.Ref,
 ) -> None:
-    """`kept` are the states before each chunk, if they are saved, and those between two chunks."""
+    """`kept` are the states before each chunk, if these are saved, and the states passed from chunk to chunk."""
     *saved, carried = kept
     _begin(carried)
     for out in saved:

@@ -57,7 +57,7 @@ def fingerprint(params: Params) -> str:
     """Identify weights by a hash of names, shapes and checksums over all bits; the same on any mesh.
 
     A checksum multiplies each element's bits by an odd number derived from its position, and adds them modulo 2^32.
-    Weights that `podium.models.linear.kept` stores as bits have the fingerprint of the weights that these are.
+    Weights that `podium.models.linear.kept` stores as bits have the same fingerprint as before.
     """
     sums = jax.device_get(jax.jit(lambda params: {name: _sum_of_bits(x) for name, x in params.items()})(params))
     dtypes = {name: "bfloat16" if x.dtype == jnp.uint16 else x.dtype for name, x in params.items()}

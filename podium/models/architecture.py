@@ -90,7 +90,8 @@ class DecoderConfig:
     """Whether the head gives one score per token instead of logits; biased: with a
     bias."""
     lora: Lora | None = None
-    """Adapters that are trained in place of the weights, which are frozen; no part of config.json."""
+    """Adapters that are trained in place of the weights, which are frozen. config.json does not contain this
+    setting."""
     norm_offset: float = 0.0
     """Offset that every norm adds to its stored scale (Gemma: 1)."""
     wide_norms: bool = False
@@ -227,8 +228,9 @@ class DecoderConfig:
         return {size for spec in specs for size, own in zip(spec.shape, spec.axes, strict=True) if own == axis}
 
     def _of_attention(self, name: str) -> int:
-        """A field that is equal in all attention layers. Raises ModelError if it differs, or without attention
-        layers.
+        """Return the value of this field, which all attention layers must share.
+
+        Raises ModelError if it differs between them, or if there are no attention layers.
         """
         found = {getattr(attention, name) for _, attention in self.attention_layers()}
         if len(found) != 1:
@@ -252,7 +254,7 @@ def with_lora(decoder: DecoderConfig, config: LoraConfig | None) -> DecoderConfi
         if not own & set(TARGETS[target]):
             experts = "; its experts have adapters if targets name experts" if decoder.routed else ""
             raise ModelError(
-                f"lora.targets: this {decoder.model_type} has no matrix {target} that an adapter can be put beside"
+                f"lora.targets: this {decoder.model_type} has no matrix {target} to which an adapter can be added"
                 f"{experts}; name {', '.join(name for name in ADAPTABLE if name in own)}, or attention"
             )
     targets = tuple(name for name in lora.targets if name in own)
@@ -280,7 +282,9 @@ def rollout_decoder(decoder: DecoderConfig) -> DecoderConfig:
 
 
 def scoring_decoder(decoder: DecoderConfig) -> DecoderConfig:
-    """The decoder with a head that gives one number per token; kept if the decoder already has such a head."""
+    """Return the decoder with a head that computes one number per token; a decoder with such a head is kept
+    unchanged.
+    """
     own = dataclasses.replace(decoder, rollout_weights="dtype")
     return own if decoder.scores != "none" else dataclasses.replace(own, scores="plain", lora=None)
 

@@ -46,9 +46,9 @@ class PassSettings:
 
     config: DecoderConfig
     rules: ShardingRules
-    """Where weights and activations are during computation (not where they are stored)."""
+    """The sharding of weights and activations during computation; weights may be stored in another one."""
     dtype: jnp.dtype
-    """Of the products' operands (`podium.models.linear`); norms and softmax are computed in float32."""
+    """Number format of the products' operands (`podium.models.linear`); norms and softmax are computed in float32."""
     remat: Remat = "none"
     """What the backward pass recomputes: "none"; each layer from its input ("layer"; "offload" keeps the input in host
     memory); or all of a layer except the results of its products with weights ("products")."""
@@ -272,8 +272,9 @@ _all_gradients.defvjp(
 def _traced_once(steps: Sequence[Step], kinds: Sequence[Block | None]) -> list[Step]:
     """The layers' steps, with a single function for layers of the same kind, which is traced and lowered only once.
 
-    A kind of None leaves the step as it is: if a loop repeats it, if it has a gradient, or if it uses weights besides
-    its inputs. The compiler gets the same program, four to eight times sooner.
+    If a step's kind is None, the step is unchanged; this is for steps that a loop repeats, that have a gradient, or
+    that use weights other than their inputs. The compiler gets the same program, but tracing is four to eight times
+    faster.
     """
     found: dict[Block, Step] = {}
     pairs = zip(steps, kinds, strict=True)

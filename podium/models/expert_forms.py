@@ -61,7 +61,7 @@ class DeviceExperts(NamedTuple):
     """Gate, up and down; or, for sorted rows, gate and up side by side, [G, D, 2 F], and down."""
     activation: Activation
     biases: Sequence[jax.Array] = ()
-    """Of gate and up, [G, F], and perhaps of down, which is not added here."""
+    """Biases of gate and up, [G, F], and optionally of down, which the caller adds."""
 
 
 def beyond_tiles(rows: int, shape: tuple[int, ...], kernels: Kernels) -> int:

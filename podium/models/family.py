@@ -97,8 +97,8 @@ class Family:
     """Makes the keys of config.json from which `read` makes this decoder again, but for `model_type` and
     `architectures`. Raises ModelError for a decoder that they cannot describe."""
     names: Callable[[FileKind, Block | None], Mapping[str, Layout]] = no_own_names
-    """The layouts of weights in a kind of files that differ from `NAMES` in `podium.models.files.tensor_layout`: of
-    those in a layer of this block, and of those outside layers (None)."""
+    """The layouts of weights in a kind of files that differ from `NAMES` in `podium.models.files.tensor_layout`: for
+    the weights in a layer of this block, or outside layers if the block is None."""
     gguf: GgufForm | None = None
     """None if no GGUF file of this type is read."""
     tower: Tower | None = None

@@ -143,5 +143,5 @@ class LayerContext:
 
 
 def _value(weight: LayerWeight) -> jax.Array:
-    assert isinstance(weight, jax.Array), "only matrices have adapters; this weight is none"
+    assert isinstance(weight, jax.Array), "this weight has no adapters: only matrices can have them"
     return weight

@@ -193,10 +193,10 @@ def choose_layout(
     hosts: int,
     optimizer: str = "adamw",
 ) -> Layout:
-    """Choose the rollout's layout. Each host decodes its share of the sequences independently.
+    """Choose the rollout's layout.
 
-    Unless groups are larger than a host: as set by `rollout.group_chips`, or chosen by `auto` if no single host has
-    enough memory.
+    Each host decodes its share of the sequences independently, unless groups are larger than a host:
+    `rollout.group_chips` can set such a size, and `auto` chooses one if no single host has enough memory.
 
     Args:
         rollout: the engine's settings.
@@ -225,7 +225,7 @@ def choose_layout(
             " set rollout.group_chips, or the layout to auto"
         )
     if accelerator is None or machine is None:
-        return Layout(name="replicated", group=1, why="replicated: nothing is known of the speed of these devices")
+        return Layout(name="replicated", group=1, why="replicated: the speed of these devices is unknown")
     best, fits = _fastest(rollout, decoder, machine, sizes, stored=stored, hosts=hosts, host_chips=chips)
     if not fits and hosts > 1:
         apart = accelerator.slices == hosts  # each host is a slice, so that groups of several exchange by the network
@@ -305,7 +305,9 @@ def _name(group: int, host_chips: int) -> str:
 
 def _checked(layout: Layout, decoder: DecoderConfig, chips: int, of: int = 1) -> Layout:
     """Return the layout; check that its groups are multiples of `of` devices and divide `chips` and the model."""
-    if problem := _problem(layout.group, decoder, chips) or ("hosts are not whole in it" if layout.group % of else ""):
+    if problem := _problem(layout.group, decoder, chips) or (
+        "a group would contain parts of hosts" if layout.group % of else ""
+    ):
         sizes = (size for size in range(1, chips + 1) if size % of == 0 or of % size == 0)
         works = ", ".join(str(size) for size in sizes if not _problem(size, decoder, chips))
         raise ValueError(

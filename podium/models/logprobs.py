@@ -47,7 +47,7 @@ class HeadSettings:
     """How log-probabilities are computed; static."""
 
     temperature: float
-    """Of the softmax; must equal the sampler's for the log-probabilities to agree."""
+    """Temperature of the softmax; must equal the sampler's for the log-probabilities to agree."""
     chunk: int
     """Tokens per device whose logits exist at a time."""
     rules: ShardingRules
@@ -123,7 +123,9 @@ def _copies(head: AnyWeight, rules: ShardingRules) -> AnyWeight:
 def _fused(
     hidden: jax.Array, head: AnyWeight, targets: jax.Array, taught: Taught | None, *, settings: HeadSettings
 ) -> TokenLogprobs:
-    """`token_logprobs` for one device's rows by the kernels, compared with no other model; interpreted on CPU."""
+    """`token_logprobs` for one device's rows by the kernels, without a divergence; the kernels are interpreted
+    on CPU.
+    """
     rules = settings.rules
     value, sums = (head.value, head.sums) if isinstance(head, Weight) else (head, None)
     options = HeadOptions(

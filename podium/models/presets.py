@@ -1,7 +1,7 @@
 """Finds the architecture that a config's `model:` names, without its weights. No jax.
 
-The families have that of models that configs often name, so that a run of these can be planned without the model or a
-network. `podium.models.files.source` finds the weights.
+The families contain the architectures of models that configs often name, so that runs of these can be planned without
+the model's files or a network. `podium.models.files.source` finds the weights.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ PRESETS: Mapping[str, DecoderConfig] = {
     for family in FAMILIES.values()
     for model, keys in family.presets.items()
 }
-"""The models that the families know, by hub id: each as in its config.json there."""
+"""Architectures of models that the families contain, by hub id; each equals the hub's config.json."""
 
 
 def find_architecture(model: str, head: Head = "logits") -> DecoderConfig:

@@ -56,7 +56,7 @@ def int8(value: jax.Array, spec: ParamSpec) -> tuple[jax.Array, jax.Array]:
 def step_of(largest: jax.Array) -> jax.Array:
     """The scale by which the largest absolute value of some numbers is code 127; 1 where all are 0.
 
-    Numbers with NaN or infinity get such a scale, so that products with them are NaN.
+    If the numbers contain NaN or infinity, so does the scale, so that products are NaN.
     """
     return jnp.where(largest == 0, 1.0, largest / INT8_MOST)
 
@@ -66,7 +66,7 @@ def nf4(value: jax.Array, spec: ParamSpec) -> tuple[jax.Array, jax.Array]:
 
     Args:
         value: float32; d, the last input dimension, is a multiple of 64.
-        spec: of the matrices in their own shape.
+        spec: the matrices' spec before quantisation.
 
     Returns:
         Codes, uint8 [L, in..., d / 2, out...]: in each block of 32 rows, row i holds the code of the block's row i in

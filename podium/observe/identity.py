@@ -72,10 +72,10 @@ def versions_line(folder: Path) -> str:
     """A sentence about which version of Podium wrote a run and which one is running; for runs that cannot be read."""
     found = writer(folder)
     if found is None:
-        return f"the version of Podium that wrote it is not recorded, and this is {__version__}"
+        return f"the version of Podium that wrote the run is not recorded, and this is {__version__}"
     if found == __version__:
-        return f"Podium {found} wrote it, which is this version"
-    return f"Podium {found} wrote it, and this is {__version__}: use that version, pip install podium-rl=={found}"
+        return f"Podium {found}, which is this version, wrote the run"
+    return f"Podium {found} wrote the run, and this is {__version__}: use that version, pip install podium-rl=={found}"
 
 
 def other_version(folder: Path) -> str | None:

@@ -49,7 +49,7 @@ class NotebookView:
     """The output below a running cell: the reward curve so far, a table of the last steps, and a line of text."""
 
     def __init__(self, title: str) -> None:
-        """Does not show anything yet."""
+        """Make a view, which shows nothing until the first line."""
         self._title = title
         self._curve = self._table = ""
         self._rows: collections.deque[StepRow] = collections.deque(maxlen=ROWS)

@@ -149,7 +149,7 @@ class Device:
     def full_slots_rate(
         self, calls: list[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes
     ) -> Seconds | None:
-        """Tokens per second and device of decode steps that have as many slots as there are."""
+        """Tokens per second and device of decode steps in which all slots are busy."""
         slots = run.rollout.slots
         full = next(call for call in calls if call.program == f"decode:{slots}")
         seconds = next(self.phases([full], compiled, run)).seconds

@@ -107,7 +107,7 @@ Runner = Callable[[Sequence[str], float], Finished]
 
 
 class GcloudError(ValueError):
-    """A gcloud command that failed: the message has gcloud's own and the way out."""
+    """A gcloud command failed; the message quotes gcloud's message and says what to do."""
 
     def __init__(self, kind: Kind, text: str):
         self.kind, self.text = kind, text

@@ -83,7 +83,7 @@ class Choice:
     def split(self, pending: Sequence[Pending]) -> tuple[list[Group], list[Pending]]:
         """The groups of the step, and the remaining prompts with the tokens sampled so far; requires `enough`."""
         taken = self.of([bool(each.rewards) for each in pending])
-        assert taken is not None, "there was enough"
+        assert taken is not None, "enough prompts were complete"
         groups = [_group(pending[index], self._rollouts.version) for index in taken]
         return groups, [each for index, each in enumerate(pending) if index not in set(taken)]
 

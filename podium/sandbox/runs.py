@@ -74,7 +74,7 @@ class Limits:
     processes: int = 16
     """Number of processes and threads."""
     output_bytes: int = 1 << 20
-    """Output for one request, including the answer."""
+    """Maximum bytes of output per request, including the answer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,8 @@ class Result:
     error: str
     """The exception that ended the program; empty if none did."""
     exit_status: int = 0
-    """As a shell has it: what it exited with, from 0 to 255; 128 and the number of the signal that ended it; 1 if it
-    raised an exception; 0 if a limit ended it."""
+    """Exit status as in a shell: the program's own, from 0 to 255; 128 and the number of the signal that ended it; 1 if
+    it raised an exception; 0 if a limit ended it."""
 
 
 class Sandbox:

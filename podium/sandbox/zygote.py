@@ -141,7 +141,9 @@ def enter(root: str) -> None:
     os.close(proc)
     if not built:
         if not os.access(STANDARD_LIBRARY, os.R_OK | os.X_OK):
-            raise UnreadablePython(errno.EACCES, f"user {user} may not read {STANDARD_LIBRARY}, where this Python lies")
+            raise UnreadablePython(
+                errno.EACCES, f"user {user} may not read {STANDARD_LIBRARY}, where this Python is installed"
+            )
         build_root(root)
 
 

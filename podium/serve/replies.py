@@ -154,9 +154,9 @@ class EchoForm(CompletionForm):
         """Log-probabilities of the prompt's tokens and then the answer's; the first token has none."""
         if self.logprobs is None:
             return None
-        assert piece.completion is not None, "it comes whole"
+        assert piece.completion is not None, "the piece is a whole answer"
         scores = piece.completion.prompt_scores
-        assert scores is not None, "they were asked for"
+        assert scores is not None, "the client asked for log-probabilities"
         own = [None, *scores.logprobs[1:].tolist()]
         best = [None, *map(self._named, scores.best_tokens[1:].tolist(), scores.best_logprobs[1:].tolist())]
         drawn = [*map(self._named, piece.tokens, piece.logprobs)]  # greedy, so these are the likeliest tokens
@@ -244,5 +244,5 @@ class ChatForm:
 
 def token_choice(piece: Piece) -> Choice:
     """Write a whole answer of `/inference/v1/generate`."""
-    assert piece.completion is not None, "it comes whole"
+    assert piece.completion is not None, "the piece is a whole answer"
     return tokens_choice(piece.number, piece.tokens, piece.logprobs, piece.completion.finish_reason)

@@ -43,6 +43,7 @@ import functools
 import inspect
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -282,6 +283,9 @@ class FunctionGrader:
         """Runs async functions; a function that blocks this loop does not delay the time limits on `_loop`."""
         self._limits: dict[str, asyncio.Semaphore] = {}
         self._warned: set[str] = set()
+        self._folder = _working_directory()
+        self._running = 0
+        """Calls in progress; one of them may have changed the working directory for a while."""
 
     def check(self, task: int, prompt: Prompt) -> None:
         """Raise ValueError if a function of the task asks for a column that the prompt's row lacks."""
@@ -350,11 +354,31 @@ class FunctionGrader:
 
         async def called(arguments: Mapping[str, object], completions: int) -> list[Part]:
             async with limit:
-                return await self._called(function, arguments, completions)
+                self._running += 1
+                try:
+                    parts = await self._called(function, arguments, completions)
+                finally:
+                    self._running -= 1
+                self._check_folder(function)
+                return parts
 
         calls = function.arguments(prompt, group)
         found = await asyncio.gather(*(called(each, len(group) // len(calls)) for each in calls))
         return [part for parts in found for part in parts]
+
+    def _check_folder(self, function: GroupFunction) -> None:
+        """Raise FunctionError, and change back, if the working directory is another one after the last running call:
+        the run would write its files elsewhere.
+        """
+        now = _working_directory()
+        if self._running or not self._folder or now == self._folder:
+            return
+        os.chdir(self._folder)
+        raise FunctionError(
+            f"reward {function.name}, or one that ran at the same time, changed the working directory from"
+            f" {self._folder} to {now or 'a deleted one'}, and the run's paths start there; change it back before"
+            " returning"
+        )
 
     async def _called(self, function: GroupFunction, arguments: Mapping[str, object], completions: int) -> list[Part]:
         """The values that one call returns for its completions; 0 if it timed out. Raises FunctionError."""
@@ -387,6 +411,14 @@ class FunctionGrader:
                 settings.timeout_s,
             )
         return [Part(0.0, timed_out=True)] * completions
+
+
+def _working_directory() -> str:
+    """The process's working directory; empty if it was deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
 
 
 def _parts(function: GroupFunction, result: object, completions: int) -> list[Part]:

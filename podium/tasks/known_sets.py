@@ -22,7 +22,7 @@ SUBSETS: Mapping[str, str] = {
     "open-r1/DAPO-Math-17k-Processed": "all",
     "google-research-datasets/mbpp": "full",
 }
-"""The configuration that is read of sets of the hub that have several, if none is named."""
+"""The configuration to read, for sets of the hub that have several, if the task names none."""
 CODE_SETS = frozenset(
     {
         "openai/openai_humaneval",

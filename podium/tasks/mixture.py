@@ -32,7 +32,8 @@ class TaskPrompt:
     prompt: Prompt
     system_prompt: str | None
     level: int | None = None
-    """Its level in the task's curriculum, from 0, or its task in a mixture by progress; None without a curriculum."""
+    """Level of the prompt in the task's curriculum, from 0, or the number of its task in a mixture by progress; None
+    without a curriculum."""
 
 
 class LevelPrompts:

@@ -32,7 +32,7 @@ class PassRate(TypedDict):
 
     task: str
     prompt: str
-    """Its id."""
+    """Id of the prompt."""
     right: float
     """Mean of its answers' correctness, 0 to 1."""
 

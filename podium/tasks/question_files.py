@@ -197,7 +197,7 @@ def _reference(location: str, row: dict[str, object], answers: AnswerForm) -> tu
     value = answer_text(what, answers.value(row))
     listed = next((name for name in ("choices", "options") if isinstance(row.get(name), list)), None)
     if listed is not None and isinstance(answers.value(row), int):
-        rule = f"a number beside the list in column {listed!r}: it may count the choices or be the answer itself"
+        rule = f"and column {listed!r} is a list: the number may be an index into the list, or the answer itself"
         raise ValueError(f"{what} is {value}, {rule}; write the choices into the question and the letter as the answer")
     reference = answers.reference(value)
     if not reference:

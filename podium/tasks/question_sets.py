@@ -108,7 +108,7 @@ class Chat:
         ]
 
     def grade(self, prompt: Prompt, completion: str) -> float:
-        """1 if it matches the row's message word for word, ignoring case and spacing."""
+        """1 if the completion matches the row's message word for word, ignoring case and spacing; else 0."""
         return float(_bare(completion) == _bare(prompt.answer))
 
 

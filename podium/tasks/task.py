@@ -132,7 +132,7 @@ class TaskSource:
     dataset: str | None = None
     """The data set of the Hugging Face hub that is read if `path` is not set; `on_hub` sets it."""
     subset: str | None = None
-    """Its configuration; None for its only one, or the one that Podium reads of a set it knows."""
+    """Configuration of the data set; None for its only one, or for the one that Podium reads of a known set."""
 
     def on_hub(self, dataset: str | None, subset: str | None = None) -> "TaskSource":
         """The source with the data set of the hub that the task or its options name; None if they name none."""

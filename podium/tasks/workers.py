@@ -57,7 +57,7 @@ class _Begun(NamedTuple):
 
     number: int
     limit_s: float = math.inf
-    """Its time limit."""
+    """Time limit of the call in seconds."""
 
 
 class Progress(NamedTuple):
@@ -169,9 +169,7 @@ class Parent:
         self._send_pickled(pickle.dumps(message))
 
     def _send_pickled(self, data: bytes) -> None:
-        if (
-            os.getpid() != self._pid
-        ):  # a user's code has forked, and its child has gone on behind it: one answer is given
+        if os.getpid() != self._pid:  # a user's code has forked, and its child continues here: only the parent answers
             os._exit(0)
         with self._sending, contextlib.suppress(EOFError):  # the trainer has ended, which `_asked` notices
             self._channel.send(data)
@@ -242,7 +240,7 @@ class Worker:
         self.stop()
         self._reader.join(READ_S)
         if self._reader.is_alive():
-            self._why = f"{why}, or an object that it sent cannot be unpickled here, because its class blocks"
+            self._why = f"{why}, or unpickling an object that it sent does not end"
             self._end()
 
     def stop(self) -> None:

@@ -204,7 +204,7 @@ def load_grading_models(spec: RolloutSpec, update: UpdateSpec, mesh: Mesh) -> tu
     found = []
     for role in spec.grading_models:
         own = role.conversations
-        assert own is not None, "it grades conversations"
+        assert own is not None, "the model grades conversations"
         where, source = role.title, find_source(role.model, waits=True)
         tokenizer = load_tokenizer(source, own.chat_template, template_date=own.template_date, template=False)
         if not tokenizer.has_template:

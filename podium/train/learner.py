@@ -34,13 +34,13 @@ class Learner(NamedTuple):
     @property
     def spec(self) -> LearningSpec:
         """How the model is trained."""
-        assert self.role.learning is not None, "it is trained"
+        assert self.role.learning is not None, "the model is trained"
         return self.role.learning
 
 
 def make_learner(role: Role, settings: TrainSettings, optimizer: optax.GradientTransformation) -> Learner:
     """Make the programs of a trained role; each is compiled on first use. `settings` are those of the trainer."""
-    assert role.learning is not None, "it is trained"
+    assert role.learning is not None, "the model is trained"
     step = make_value_step(role_settings(role, settings), optimizer, clip=role.learning.clip)
     return Learner(role, make_role_program(role, settings), step)
 

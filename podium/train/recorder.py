@@ -233,7 +233,7 @@ class _StepClock:
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
     def end(self, sync_s: float) -> StepSeconds:
-        """End the step; `sync_s` is the seconds that passing the weights to the rollout took."""
+        """End the step; `sync_s`: seconds for passing the weights to the rollout."""
         step_s, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
         self._last.append(step_s)
         return StepSeconds(

@@ -126,7 +126,7 @@ def make_role_scorer(
 
     `settings` are the trainer's settings. `program` computes the scores; unset: made from the settings.
     """
-    assert role.scores is not None, "it scores batches"
+    assert role.scores is not None, "the model scores batches"
     return Scorer(
         name=role.scores,
         decoder=role.decoder,
@@ -190,7 +190,7 @@ def behind_own_prompts(
 
     `prompts` has one entry per sample. All processes must call this.
     """
-    assert scorer.own_prompts is not None, "it reads the policy's prompts"
+    assert scorer.own_prompts is not None, "the scorer reads the policy's prompts"
     assert scorer.params is not None, "the policy reads its own prompts"
     given = [
         dataclasses.replace(sample, prompt=scorer.own_prompts.of(prompt), choices=None, prompt_choices=None)

@@ -101,7 +101,7 @@ CONFLICTS = [
     ),
     (
         "algorithm.advantage_options",
-        "k 8 must be a whole number below group_size 8: the only set of all",
+        "k 8 must be a whole number below group_size 8: with all completions",
         {"recipe": "pass_at_k", "advantage_options": {"k": 8}},
     ),
     ("algorithm.std_ddof", "reinforce_pp has no such option", {"recipe": "reinforce_pp", "std_ddof": 1}),

@@ -939,6 +939,7 @@ QUICK: dict[Callable[[], Plant], Named] = {
     mask_shifted_where_a_turn_starts: Named(batch_checks, "mask"),
     credited_to_the_next_turn: Named(batch_checks, "advantages"),
     runs.answers_cut_by_other_limits_trained: Named(batch_checks, "prompts untrained"),
+    temperature_after_softmax: Named(model_checks, "temperature"),
 }
 """Planted by `make test` too."""
 SLOW: dict[Callable[[], Plant], Named] = {
@@ -968,7 +969,6 @@ SLOW: dict[Callable[[], Plant], Named] = {
     decay_of_norms_and_biases: Named(formula_checks, "optimizer adamw"),
     clipped_by_tensor: Named(formula_checks, "optimizer adamw"),
     off_by_one_attention: Named(model_checks, "log-probabilities"),
-    temperature_after_softmax: Named(model_checks, "temperature"),
     adapters_unscaled: Named(model_checks, "adapters", "lora"),
     adapters_of_other_matrices: Named(model_checks, "adapters", "lora"),
     gates_of_all_experts: Named(model_checks, "log-probabilities", "experts"),

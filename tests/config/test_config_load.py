@@ -11,6 +11,7 @@ from podium.config.document import Node
 from podium.config.errors import ConfigError
 from podium.config.load import Override, load, merge
 from podium.config.schema import Config, TaskConfig
+from podium.settings import evaluation_overrides, load_settings
 
 BASE = "model: demo\ntasks: [{name: arithmetic}]\n"
 
@@ -198,3 +199,14 @@ def test_the_upper_layer_decides_what_it_says_and_nothing_else(below, above):
 def test_a_bucket_of_another_kind_is_refused_before_anything_starts(folder):
     with pytest.raises(ValidationError, match=f"'{folder}' is neither a folder nor gs://BUCKET/FOLDER nor s3://"):
         Config(model="demo", tasks=[TaskConfig(name="arithmetic")], runs_dir=folder)
+
+
+def test_a_greedy_evaluation_of_a_run_that_samples_leaves_its_temperature_out(tmp_path):
+    """`podium eval RUN --samples 0`; a temperature without samples would be an error."""
+    file = tmp_path / "config.yaml"
+    file.write_text("model: demo\ntasks: [{name: arithmetic}]\neval: {samples: 2, temperature: 0.5}\n")
+    for samples, expected in ((None, (2, 0.5)), (0, (0, 1.0))):
+        options = {"eval.samples": samples, "eval.greedy": None, "eval.questions": None}
+        chosen = evaluation_overrides(str(tmp_path), [file], task=None, given={}, options=options)
+        evaluation = load_settings([file], chosen, {}, elsewhere=True).config.eval
+        assert (evaluation.samples, evaluation.temperature) == expected

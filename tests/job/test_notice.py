@@ -85,7 +85,7 @@ def test_a_notice_asks_the_run_to_save_and_says_so(metadata, tmp_path, capfd, ke
         while stop.requested is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert stop.requested == signal.SIGTERM
-    assert job.notice.text == f"this machine is about to go ({key}: {value})"
+    assert job.notice.text == f"this machine is about to be taken away ({key}: {value})"
     assert f"notice: {job.notice.text}; saving" in capfd.readouterr().err
 
 

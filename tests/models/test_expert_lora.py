@@ -166,5 +166,5 @@ def test_experts_are_adapted_only_by_name_and_stay_in_bfloat16():
     of_experts = 48 * 128 * 3 * (2048 + 768) * 8
     rest = count(trained_specs(named)) - of_experts
     assert trained_elements(named) == rest + of_experts * 8 // 128
-    with pytest.raises(ModelError, match=r"no matrix experts that an adapter can be put beside"):
+    with pytest.raises(ModelError, match=r"no matrix experts to which an adapter can be added"):
         with_lora(PRESETS["Qwen/Qwen3-8B"], LoraConfig(targets=["experts"]))

@@ -131,7 +131,7 @@ def test_machines_that_are_not_in_the_table_are_replicated_unless_told_otherwise
 
     found = on_cpu()
     assert (found.name, found.group) == ("replicated", 1)
-    assert found.why == "replicated: nothing is known of the speed of these devices"
+    assert found.why == "replicated: the speed of these devices is unknown"
     assert on_cpu(layout="tensor") == Layout(name="tensor", group=4)
     assert on_cpu(layout="hybrid", group_chips=2) == Layout(name="hybrid", group=2)
     with pytest.raises(ValueError, match=r"no group size can be chosen .* \(4 devices per host\); set rollout"):
@@ -153,7 +153,9 @@ def test_groups_that_do_not_divide_are_refused_by_name():
 
 def test_a_group_size_without_hybrid_is_a_contradiction():
     settings = ["model=demo", "tasks=[{name: arithmetic}]", "rollout.layout=tensor", "rollout.group_chips=4"]
-    with pytest.raises(ConfigError, match=r"4 has no effect with rollout\.layout tensor; set that to hybrid"):
+    with pytest.raises(
+        ConfigError, match=r"4 has no effect with rollout\.layout tensor; set rollout\.layout to hybrid"
+    ):
         load_settings([], settings, {})
 
 

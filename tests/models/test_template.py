@@ -147,7 +147,7 @@ def test_the_date_can_be_fixed():
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("{{ messages | random }}", "the filter random gives another prompt each time"),
+        ("{{ messages | random }}", "the filter random renders a different prompt each time"),
         (
             "{{ messages[0].content.strip }}",
             r"it prints strip itself, whose text differs in each process; call it: str",

@@ -155,7 +155,7 @@ def test_a_stored_config_that_cannot_be_read_is_an_error_with_a_way_out(tmp_path
     run = open_and_close(make_config(tmp_path))
     (run.path / "config.yaml").write_bytes(content)
     with pytest.raises(
-        RunFileError, match=rf"(?s)is not a valid config \({problem}\); Podium .* wrote it, .*; or set another"
+        RunFileError, match=rf"(?s)is not a valid config \({problem}\); Podium .* wrote the run.*; or set another"
     ):
         open_run(make_config(tmp_path))
 
@@ -395,7 +395,9 @@ def test_a_run_of_a_newer_version_is_named_with_that_version(tmp_path):
     (run.path / "run.json").write_text(json.dumps({"run": "1", "podium": "9.8.7"}))
     with (run.path / "config.yaml").open("a") as file:
         file.write("of_the_future: 1\n")
-    rule = f"Podium 9.8.7 wrote it, and this is {podium.__version__}: use that version, pip install podium-rl==9.8.7"
+    rule = (
+        f"Podium 9.8.7 wrote the run, and this is {podium.__version__}: use that version, pip install podium-rl==9.8.7"
+    )
     with pytest.raises(
         RunFileError, match=rf"(?s)is not a valid config \(of_the_future: Extra .*\); {re.escape(rule)}"
     ):

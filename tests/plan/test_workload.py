@@ -93,7 +93,7 @@ def test_lengths_of_a_run_are_cut_to_the_config(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no lengths in it"),
+        ("", "contains no lengths"),
         ('{"step": 1}\n', r"lengths\.jsonl:1: expected as many completion_lengths"),
         ('{"prompt_lengths": [1, 2], "completion_lengths": [1, 2, 3]}\n', "as many completion_lengths"),
         ('{"prompt_lengths": 4, "completion_lengths": [1]}\n', "as many completion_lengths"),

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -62,6 +63,7 @@ def test_slurm_has_a_run_save_at_its_notice_and_continues_it_when_requeued(slurm
     first = tmp_path / "podium-jobs" / f"{number}-0"
     assert [each["exit"] for each in statuses(first)] == [143, 143]
     saved = max(int(path.name) for path in (tmp_path / "runs" / "job" / "checkpoints").iterdir())
+    time.sleep(3.0)  # in the second of the requeue, slurmd would take the new start for the old one
     slurm.run("scontrol", "update", f"JobId={number}", "StartTime=now")
     log = tmp_path / f"job-{number}.log"
     wait_for(lambda: f"continuing after step {saved}" in log.read_text())

@@ -120,7 +120,9 @@ def test_machines_that_are_ready_and_silent_are_kept_for_a_lease_told_every_hour
     words = [decide(seen(None, None, waited_s=hours * 3600.0), Counts(), keep) for hours in (0.5, 1, 7.5, 23.9, 24)]
     assert [each.act for each in words] == ["wait"] * 4 + ["replace"]
     assert "is ssh blocked here?" in words[0].why
-    assert "no worker has answered for 7 h, and the machines are ready and cost money; after 24 h the" in words[2].why
+    assert (
+        "no worker has answered for 7 h, although the machines are ready and cost money; after 24 h the" in words[2].why
+    )
     assert "podium pod down demo" in words[2].why
     assert words[4].why == "no worker has answered for 24 h, the length of its lease"
     labels = {"podium-lease-s": "7200"}

@@ -171,10 +171,10 @@ def test_ls_and_down_work_for_who_may_not_see_machines(make_world, pod, case):
     world.gcloud.vms_refused = REFUSALS[case]
     status, out, err = pod("ls")
     assert (status, out.splitlines()[1].startswith("demo-")) == (0, True)
-    assert ("whether machines keep runs alive cannot be seen" in err) == (case == "no permission")
+    assert ("it cannot be seen whether machines keep runs alive" in err) == (case == "no permission")
     status, _, err = pod("down", "demo")
     assert (status, world.fake.everything()) == (0, [])
-    assert ("whether there is a machine podium-demo cannot be seen" in err) == (case == "no permission")
+    assert ("it cannot be seen whether there is a machine podium-demo" in err) == (case == "no permission")
 
 
 def test_ls_shows_the_machine_and_what_deletes_it(make_world, pod):

@@ -68,13 +68,16 @@ RUN_WRONG = {
         ["--set", "chat_template=hf_CANARYaaaaBBBBccccDDDD1234"],
         "the settings contain the value of HF_TOKEN",
     ),
-    "data": (["--set", "tasks=[{name: jsonl, path: here.jsonl}]"], "tasks.0.path: here.jsonl is only on this machine"),
+    "data": (
+        ["--set", "tasks=[{name: jsonl, path: here.jsonl}]"],
+        "tasks.0.path: here.jsonl exists only on this machine",
+    ),
     "env file": (["--env-file", "none.env"], "--env-file none.env cannot be read"),
     "slots": (
         ["--env", "JAX_PLATFORMS=tpu", "--set", "rollout.slots=40"],
         "on v6e-16: rollout.slots is 40 and is split over 16 devices",
     ),
-    "wheel": (["--wheel", "none.whl"], "--wheel none.whl: no such file"),
+    "wheel": (["--wheel", "none.whl"], "--wheel none.whl: the file does not exist"),
 }
 
 

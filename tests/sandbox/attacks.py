@@ -141,7 +141,8 @@ def attacks(world: World) -> dict[str, str]:
         "41 work before the clock, threads after": "import threading, time\n"
         "threading.Thread(target=lambda: (time.sleep(1), print('LEAK')), daemon=True).start()",
         "42 the accelerator's devices": tried(
-            "import os; print('LEAK' if set(os.listdir('/dev')) - {'null', 'zero', 'urandom'} else 'no')"
+            "import os; streams = {'fd', 'stdin', 'stdout', 'stderr'}\n"
+            "print('LEAK' if set(os.listdir('/dev')) - {'null', 'zero', 'urandom', *streams} else 'no')"
         )
         + read.format("('/dev/accel0', '/dev/nvidia0', '/dev/vfio/vfio')"),
         "43 another run's files": "import os; print('LEAK' if os.listdir('/box') else 'no'); open('/box/x', 'w')",

@@ -223,7 +223,7 @@ def test_an_object_with_two_values_of_one_name_is_an_error(name, tmp_path):
     [
         ("a.csv", "question;answer\na;1\n", "a.csv: the first line separates columns by ';'"),
         ("a.json", '{"question": ["a", "b"], "answer": [1, 2]}', "a list of texts, as in a table of columns"),
-        ("a.jsonl", '{"question": "a", "choices": ["x", "y"], "answer": 0}', "beside the list in column 'choices'"),
+        ("a.jsonl", '{"question": "a", "choices": ["x", "y"], "answer": 0}', "column 'choices' is a list"),
     ],
 )
 def test_tables_of_other_forms_are_errors_that_name_the_form(name, text, said, tmp_path):

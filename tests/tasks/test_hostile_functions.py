@@ -1,10 +1,13 @@
 """Reward functions that raise what ends threads and loops, block, or never give up: the run goes on or says why."""
 
 import asyncio
+import contextlib
 import dataclasses
+import os
 import threading
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -266,3 +269,41 @@ def test_a_grade_is_any_number_from_0_to_1_and_nothing_else_ends_its_process(val
     assert outcome.kind == kind and said in outcome.message
     if kind == "graded":
         assert outcome.correct == float(value)
+
+
+def leaves(completion: str) -> float:
+    os.chdir(FOLDERS[0])
+    return 1.0
+
+
+async def leaves_later(completion: str) -> float:
+    await asyncio.sleep(0)
+    return leaves(completion)
+
+
+def leaves_and_deletes(completion: str) -> float:
+    os.mkdir(f"{FOLDERS[0]}/deleted")
+    os.chdir(f"{FOLDERS[0]}/deleted")
+    os.rmdir(f"{FOLDERS[0]}/deleted")
+    return 1.0
+
+
+def visits(completion: str) -> float:
+    with contextlib.chdir(FOLDERS[0]):
+        return 1.0
+
+
+FOLDERS: list[Path] = []
+
+
+@pytest.mark.parametrize("function", [leaves, leaves_later, leaves_and_deletes])
+def test_a_function_that_leaves_the_working_directory_is_named_and_the_run_stays(function, tmp_path, monkeypatch):
+    """Its files would be written elsewhere, or nowhere."""
+    monkeypatch.setattr("test_hostile_functions.FOLDERS", [tmp_path])
+    home = os.getcwd()
+    with pytest.raises(
+        FunctionError, match=rf"reward .*{function.__name__}.* changed the working directory from {home} "
+    ):
+        graded(function, texts=("2",))
+    assert os.getcwd() == home
+    assert [each.total for each in graded(visits)] == [1.0, 1.0]

@@ -1,4 +1,7 @@
 import json
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -228,3 +231,22 @@ def test_the_real_test_sets_are_read_whole(name, count):
         pytest.skip(f"needs ../shared/data/{name}")
     prompts = read("eval", name=name, path=str(SHARED / name))
     assert len({prompt.id for prompt in prompts}) == count
+
+
+def test_a_row_that_no_environment_variable_holds_is_an_error_before_a_program_starts(tmp_path):
+    path, command = tmp_path / "rows.jsonl", [sys.executable, "-c", ""]
+
+    def prompts(size: int) -> Sequence[Prompt]:
+        """Of a row with this many bytes as JSON."""
+        path.write_text(json.dumps({"text": "a" * (size - len('{"text": ""}'))}) + "\n")
+        return make_task(TaskConfig(name="program", path=str(path), options={"command": command})).prompts("train")
+
+    (longest,) = prompts(131_060)
+    row = json.dumps(dict(longest.metadata))
+    subprocess.run(command, env={"PODIUM_ROW": row}, check=True)
+    with pytest.raises(OSError, match="Argument list too long"):
+        subprocess.run(command, env={"PODIUM_ROW": f"{row} "}, check=True)
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl:1: the row has 131,061 bytes as JSON, and .* holds 131,060; short"
+    ):
+        prompts(131_061)

@@ -92,7 +92,7 @@ def test_prompts_have_the_room_that_they_need(tiny_model, submitted):
 
 @pytest.mark.parametrize("key", ["temperature", "repetition_penalty"])
 def test_an_evaluation_refuses_what_it_does_not_read(key, tiny_model):
-    said = rf"rollout\.{key}: evaluations do not read it; set eval\.{key}"
+    said = rf"rollout\.{key}: evaluations ignore this setting; set eval\.{key}"
     with pytest.raises(ValueError, match=said):
         podium.evaluate(tiny_model, [{"question": QUESTION, "answer": "3"}], rollout={key: 0.5})
     done = CliRunner().invoke(cli.app, ["eval", "demo", "--task", "arithmetic", "--set", f"rollout.{key}=0.5"])

@@ -194,7 +194,7 @@ def test_a_run_prefers_what_was_chosen_and_resumes_bit_for_bit(run_of, tmp_path,
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["group_size=8"], "has two completions of a prompt, got 8; set it to 2"),
+        (["group_size=8"], "compares two completions of a prompt, got group_size 8; set it to 2"),
         (
             ["algorithm.loss=clipped"],
             "of the data, and clipped does not; set dpo or ipo or dpo_hinge",

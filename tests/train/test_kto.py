@@ -204,7 +204,7 @@ def test_a_run_learns_from_labels_and_resumes_bit_for_bit(run_of, tmp_path, lora
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["group_size=2"], "loss kto has one completion of each row, got 2; set it to 1"),
+        (["group_size=2"], "loss kto uses one completion of each row, got group_size 2; set it to 1"),
         (["prompts_per_step=3", "algorithm.minibatches=2"], "set prompts_per_step to 2 or more for each of 2"),
         (["algorithm.loss_options={desirable_weight: 0}"], "desirable_weight 0 must be above 0"),
         (["algorithm.mean=token"], "token would weigh them by length"),

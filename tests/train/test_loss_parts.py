@@ -260,7 +260,10 @@ def test_parts_that_cannot_be_mixed_are_named(main: str, part: dict[str, Any], k
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        (["first:cost", "second:cost"], r"loss_parts\.1: an earlier part has a function of this name too.*second:cost"),
+        (
+            ["first:cost", "second:cost"],
+            r"loss_parts\.1: .*an earlier part has a function of the same name: second:cost",
+        ),
         (["first:strict"], r"loss_parts\.0\.loss: first:strict asks for floor.*give the parameter a default"),
     ],
 )
@@ -276,7 +279,7 @@ def test_functions_that_share_a_name_or_need_an_option_are_named_before_a_run(pa
 def test_a_part_that_stands_twice_and_shares_that_are_uneven_are_named() -> None:
     given = ["model=a/b", "tasks=[{name: arithmetic}]"]
     with pytest.raises(
-        ConfigError, match=r"loss_parts\.1: sft is a part of the loss twice; mix the data by the weights"
+        ConfigError, match=r"loss_parts\.1: sft occurs in two parts of the loss; mix the data by the weights"
     ):
         load_settings([], [*given, "algorithm={loss_parts: [{recipe: sft}, {recipe: sft, weight: 2}]}"], {})
     uneven = "algorithm={minibatches: 2, loss_parts: [{recipe: sft, prompts_per_step: 3}]}"

@@ -109,4 +109,4 @@ def test_a_run_says_that_it_trains_on_the_cpu_beside_an_accelerator(hidden, monk
     monkeypatch.setattr(platform, "only_cpu", lambda: hidden)  # JAX_PLATFORMS=cpu, or no device file
     line = devices_line("float32", "float32")
     assert re.match(r"\d+ x cpu \(.*\), 24\.0 GiB, float32", line)
-    assert ("jax does not use this machine's accelerator: podium doctor says why" in line) == (not hidden)
+    assert ("jax does not use this machine's accelerator: run podium doctor to find out why" in line) == (not hidden)

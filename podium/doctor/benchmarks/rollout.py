@@ -92,7 +92,7 @@ def make_engine(spec: RunSpec, mesh: Mesh) -> RolloutEngine:
 
 def device_of(engine: RolloutEngine) -> Device:
     """The device side of an engine that runs programs."""
-    assert isinstance(engine.device, Device), "it is not simulated"
+    assert isinstance(engine.device, Device), "the device is not simulated"
     return engine.device
 
 

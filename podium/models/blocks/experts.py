@@ -21,8 +21,8 @@ DENSE_ROWS = 512
 """Largest number of tokens in a decode step for which all experts are computed. Even so few tokens choose most experts,
 and this way each weight is read once, in place. For more tokens, the products that are not needed take longer."""
 SPARE = 2
-"""Where the experts are split over devices: rows that a device multiplies at once, relative to the rows that it would
-have if tokens chose all experts equally often."""
+"""If experts are split over devices: the number of rows that a device multiplies at once, relative to its number of
+rows if tokens chose all experts equally often."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ class Work(NamedTuple):
     active: int
     """Number of matrix elements that each token is multiplied with."""
     total: int
-    """Number of elements of all its matrices."""
+    """Number of elements of all matrices of the layer."""
     outputs: int
     """Elements per token of the outputs of all products whose input is the layer's input [..., D]."""
     pair: int = 0
@@ -223,7 +223,9 @@ class Context(Protocol):
         ...
 
     def norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:
-        """RMS norm over the last dimension, with the decoder's epsilon, and its offset of the stored scale."""
+        """RMS norm over the last dimension, with the decoder's epsilon and the decoder's offset added to the stored
+        scale.
+        """
         ...
 
     def plain_norm(self, x: jax.Array, scale: LayerWeight) -> jax.Array:

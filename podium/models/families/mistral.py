@@ -1,4 +1,4 @@
-"""Mistral, Ministral and Ministral 3: Llama with windows, or with YaRN and queries that grow. No jax."""
+"""Mistral, Ministral and Ministral 3: Llama with windows, or with YaRN and queries scaled by position. No jax."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -61,12 +61,12 @@ def read_mistral(settings: ModelSettings) -> DecoderConfig:
 
 
 def read_ministral(settings: ModelSettings) -> DecoderConfig:
-    """Make the decoder: `layer_types` may leave layers without the window."""
+    """Make the decoder, in which layers have no window if `layer_types` says so."""
     return _windowed(settings, may_be=(FULL, SLIDING))
 
 
 def read_ministral3(settings: ModelSettings) -> DecoderConfig:
-    """Make the decoder: as a Mistral, with queries that grow with their position."""
+    """Make the decoder: as Mistral's, with queries that are scaled up with their position."""
     return _windowed(settings, may_be=(), grows=True)
 
 

@@ -111,7 +111,7 @@ SHARED: Mapping[str, Layout] = {
 
 
 def names(kind: FileKind, block: Block | None) -> Mapping[str, Layout]:
-    """The layouts of weights that differ from Llama's: of those outside layers none does."""
+    """The layouts of a layer's weights that differ from Llama's; weights outside layers do not differ."""
     if block is None:
         return {}
     delta = DELTA_GGUF if kind == "gguf" else DELTA

@@ -27,7 +27,7 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
         "_experts_implementation", "_experts_implementation_internal", "_flash_attn_2_enabled", "attn_implementation",
         "experts_implementation", "pretraining_tp", "torchscript",
     ),
-    "what transformers returns beside logits": (
+    "what transformers returns in addition to logits": (
         "keys_to_ignore_at_inference", "output_attentions", "output_hidden_states", "output_router_logits",
         "return_dict", "tie_last_hidden_states", "use_return_dict",
     ),
@@ -63,8 +63,9 @@ ONLY: Allowed = {
 }
 """Keys that must have one of these values in every type that does not read them."""
 NULLABLE = ("num_key_value_heads", "rope_parameters", "rope_theta", "sliding_window")
-"""Keys whose null has its own meaning, in a family in which a missing key means something else: as many heads as
-queries have, rotary settings as if missing, a base that the rotary settings have, no window."""
+"""Keys for which null has a meaning of its own, even in families where a missing key means something else. In this
+order: as many key/value heads as query heads; rotary settings as if missing; the base is in the rotary settings; no
+window."""
 TOWERS: Mapping[str, Tower] = {family.tower.model_type: family.tower for family in FAMILIES.values() if family.tower}
 """Model types with a vision tower."""
 NOT_YET: Mapping[str, str] = {

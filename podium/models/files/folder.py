@@ -172,7 +172,7 @@ def _has_own_head(folder: Path, files: tuple[_FileState, ...], embedding: str, h
     if not {embedding, head} <= tensors.entries.keys() or _are_equal(tensors, head, embedding):
         return False
     logger.warning(
-        "%s: %s differs from %s, so the head is loaded and trained by itself, although tie_word_embeddings in"
+        "%s: %s differs from %s, so the head is loaded and trained separately, although tie_word_embeddings in"
         " config.json is true",
         *(folder, head, embedding),
     )

@@ -105,7 +105,8 @@ class _Cursor:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read metadata and tensor table, once for each state of the file: a vocabulary takes 0.1 s, and a plan asks often.
+    """Read metadata and tensor table, once for each state of the file: reading a vocabulary takes 0.1 s, and a plan
+    reads the header often.
 
     Raises ModelError if the file is not GGUF, or its header is truncated.
     """
@@ -269,11 +270,11 @@ def _block_number(name: str) -> int:
 
 
 def _value_places(net: DeltaNet, kind: str) -> np.ndarray | None:
-    """For each row of a tensor (for OUT, each column) in Hugging Face's order, its place in the file; None if both
-    orders are the same.
+    """The index in the file of each row (for OUT, each column) of a tensor in Hugging Face's order; None if both orders
+    are the same.
 
-    A net's value heads lie in Hugging Face's tensors key head by key head. llama.cpp's converter puts the first value
-    head of every key head first, then the second ones.
+    Hugging Face's tensors have all value heads of the first key head first, then those of the second. llama.cpp's
+    converter puts the first value head of every key head first, then the second ones.
     """
     if kind not in (*BEHIND_KEYS, *PER_HEAD, "attn_gate.weight", OUT):
         return None

@@ -13,9 +13,9 @@ EMPTY = (None, False, {}, [], "")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The keys of a config.json that its family reads, all of which are there; null is a value like others.
+    """A config.json's keys that the model's family reads. All of them are present; their values may be null.
 
-    Its methods raise ModelError for a value that is not what they read.
+    The methods raise ModelError if a value has another type or range than the method reads.
     """
 
     model_type: str

@@ -58,7 +58,7 @@ class FilePart:
     lead: tuple[int, ...]
     """The tensor's dimensions before its rows."""
     layout: Layout
-    """Its layout in the file."""
+    """Layout of the weight in the file."""
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ class FilePart:
 
     @property
     def lane(self) -> int | None:
-        """Its index along the file's dimension G; None if absent."""
+        """Index of the weight along the file's dimension G; None without that dimension."""
         return self.layout.lanes.index(own_name(self.param)) if self.layout.lanes else None
 
 

@@ -292,8 +292,9 @@ def _taken_apart(
     *,
     apart: bool,
 ) -> bool:
-    """Write the factors of a target's matrices, taken from the tensor's; False if the tensor's adapter cannot be split
-    so.
+    """Write the factors of a target's matrices, split from those of the tensor.
+
+    Returns False if the tensor's adapter cannot be split in this way.
     """
     (first, second), rest = factors, np.array(factors[1])
     rank = found[target.matrices[0] + LORA_A].shape[-1]

@@ -51,8 +51,8 @@ class ModelSource:
 def resolve(model: str, *, waits: bool = False) -> ModelSource:
     """Find the model that a config's `model:` names; a hub id is downloaded (safetensors, config, tokenizer).
 
-    The model is a local folder, a .gguf file, `demo`, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct. With `waits`, a
-    hub that does not answer is waited for. Raises ModelError if the model does not exist or is not accessible.
+    The model is a local folder, a .gguf file, `demo`, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct. With `waits`,
+    retries while the hub does not answer. Raises ModelError if the model does not exist or is not accessible.
     """
     path = Path(model).expanduser()
     if model == "demo":

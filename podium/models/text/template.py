@@ -406,7 +406,7 @@ def _now(date: datetime.date | None, format: str) -> str:
 
 def _refuse(name: str, *arguments: object) -> NoReturn:
     """Reject a filter whose result would differ each time."""
-    raise jinja2.TemplateError(f"the filter {name} gives another prompt each time; take it out")
+    raise jinja2.TemplateError(f"the filter {name} renders a different prompt each time; remove it")
 
 
 def _printable(value: object) -> object:

@@ -90,7 +90,7 @@ class _AbstractRole(NamedTuple):
     weights: AbstractParams
     """Empty if they are the policy's own frozen weights."""
     state: TrainState | None
-    """The model's optimizer; None if the model is not trained."""
+    """The model's training state; None if the model is not trained."""
 
 
 class _AbstractTraining(NamedTuple):

@@ -303,7 +303,7 @@ def _from_run(rng: np.random.Generator, path: Path, N: int, G: int) -> SequenceL
     """Draw N groups of an earlier run's lengths."""
     groups = [group for number, record in enumerate(read_lines(path), 1) for group in _groups(record, path, number)]
     if not groups:
-        raise ValueError(f"lengths {path}: no lengths in it; name a run that has done a step")
+        raise ValueError(f"lengths {path}: the file contains no lengths; name a run that has done a step")
     drawn = [groups[i] for i in rng.choice(len(groups), N, replace=len(groups) < N)]
     prompts = np.array([prompt for prompt, _ in drawn])
     completions = np.array([rng.choice(own, G, replace=len(own) < G) for _, own in drawn])
@@ -334,7 +334,7 @@ class _Live:
     """Tokens before the current turn."""
     turn: int = 0
     key: Key | None = None
-    """Its key in the engine; None if the engine does not have it."""
+    """Key of the completion in the engine; None if the engine does not have it."""
     drawn: Completion | None = None
     """The tokens that an earlier step has drawn of the current turn."""
     replying: bool = False

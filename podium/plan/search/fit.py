@@ -18,8 +18,8 @@ from podium.plan.result import Plan
 from podium.plan.search.fit_candidates import WORTH, Choice, Halves
 from podium.plan.search.study import Outcome, Study
 
-MOST_PROGRAMS = 6  # programs that are compiled by themselves
-MOST_PLANS = 2  # whole plans; a second one if a program that was not compiled by itself turns out too large
+MOST_PROGRAMS = 6  # programs that are compiled alone
+MOST_PLANS = 2  # whole plans; a second one if a program that was not compiled alone turns out too large
 IN_FLIGHT = 1.5  # prompts in flight that are offered, relative to those of a step
 
 

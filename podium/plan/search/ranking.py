@@ -184,6 +184,6 @@ def helps(changed: Plan, plan: Plan) -> bool:
 
 
 def _compile_s(study: Study, case: Case, now: Outcome) -> float:
-    """Seconds that the compiler took, for the run as it is, for the phases that a case changes."""
+    """Seconds that the compiler took, in the current run, for the phases that a case changes."""
     moved = study.moved([now.case, case])
     return sum(phase.compile_s or 0.0 for phase in now.plan.phases if phase.name in moved)

@@ -38,7 +38,7 @@ def _memory_difference(plan: Plan, other: Plan) -> str:
 
 
 class _Pair:
-    """One part of a step in two plans; of each pair of figures, the first is `plan`'s and the second `other`'s."""
+    """One part of a step in two plans; in each pair of figures, the first is of `plan` and the second of `other`."""
 
     def __init__(self, plan: Plan, other: Plan, name: str) -> None:
         self.name = name

@@ -84,8 +84,7 @@ LOGITS_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 12}
 LOGITS_READ = 2
 """Passes over logits on a GPU: for each token's maximum, and for the sum."""
 EXACT_PASSES = 6
-"""Products of bfloat16 in one of float32 at full precision, on a TPU."""
-"""The parts of a device's memory that a checkpoint copies."""
+"""Number of bfloat16 products that make up a float32 product at full precision, on a TPU."""
 VMEM = 128 * 2**20
 """On-chip memory of a TPU core. Arrays under a quarter of it cost no HBM traffic; scores over it are computed twice."""
 EXPANDED = {"v5p": 8 * 2**20}

@@ -29,9 +29,9 @@ class Carry:
         """`talks` must not have begun."""
         self._talks, self._client, self._turns, self._made = talks, talks.client, talks.turns, talks.made
         self._open, self._kept = dict[Place, int](), dict[Place, object]()
-        """`EnvironmentClient.aside` and `kept` of the last carrying call."""
+        """Values of `EnvironmentClient.aside` and `kept` from the last call that carried conversations."""
 
-    # Go on.
+    # Continue.
 
     def begin(self, begun: Sequence[Sequence[Episode]] | None, on_poll: OnPoll) -> None:
         """Begin or continue all conversations; arguments as in `Episodes.hold`."""
@@ -115,7 +115,7 @@ class Carry:
             if live.episode.state == "drawing":
                 segments = live.episode.transcript.segments
                 tokens, whole = live.tokens, tuple(segments[-1].tokens.tolist())
-                assert tokens is not None, "its environment has begun"
+                assert tokens is not None, "the conversation's environment has begun"
                 prompt = tokens if len(segments) == 1 else whole[:1]
                 turn, sampling = len(live.episode.turn_rewards), self._turns.sampling_of(live, len(whole))
                 alike.setdefault((live.index, prompt, turn, sampling), []).append(live)

@@ -236,7 +236,7 @@ class Conversations:
             case "failed":
                 self.failed(live, str(answered.value), apart=answered.apart)
             case "lost":
-                raise AssertionError("it is dealt with as it is received")
+                raise AssertionError("a lost process is handled when the message is received")
 
     def _opened(self, live: Live, first: str | Asking | None) -> None:
         """Handle that a conversation's environment has begun; submit the conversation with the others of its prompt."""

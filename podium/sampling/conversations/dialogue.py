@@ -112,7 +112,7 @@ class ToolFormat:
         spelled = begun + self.tokenizer.spelled(list(tokens[: len(tokens) - ended]))
         found = read_calls(spelled, self.form, tools, thinking=thinking, cut=cut)
         special = any_of(list(self.tokenizer.special_tokens))
-        assert special is not None, "the form's marks are among them"
+        assert special is not None, "the special tokens include the form's marks"
         return found._replace(said=special.sub("", found.said).strip() if found.calls else text)
 
 

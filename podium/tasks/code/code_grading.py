@@ -231,7 +231,9 @@ def _by_referee(sandbox: Sandbox, solution: Solution, tests: Assertions, budget:
                     return Verdict(asked[1], asked[2], ended is not None and ended.why == "time")
                 if not isinstance(asked, list):
                     return Verdict(0, 1)
-                answer: Answer = {"error": "RuntimeError: its process has ended, or its iterators do not end"}
+                answer: Answer = {
+                    "error": "RuntimeError: the code's process has ended, or the code's iterators do not end"
+                }
                 if ended is None:
                     budget.limit(run)
                     try:

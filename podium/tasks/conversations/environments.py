@@ -124,7 +124,7 @@ class Environments:
 
     def _ask(self, asked: Asked) -> None:
         holder = self._pool.home(asked.number)
-        assert holder is not None, "it was opened, and has not ended"
+        assert holder is not None, "the conversation was opened, and has not ended"
         if holder.ask(asked):  # if the process has ended, the conversation is about to be lost
             self._start_clock(asked.number, holder)
 

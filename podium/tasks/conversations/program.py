@@ -25,6 +25,8 @@ from podium.tasks.games.generated import PaidByEnvironment
 from podium.tasks.question_files import read_rows
 from podium.tasks.task import Count, Prompt, TaskSource
 
+LONGEST_ROW = (128 << 10) - len("PODIUM_ROW=") - 1
+"""Most bytes of the value of PODIUM_ROW: Linux counts its name and the zero at its end too."""
 END_BYTES = 1 << 16
 """Bytes read from the end of a program's output, whose last line is the reward."""
 SHOWN = 2000
@@ -79,7 +81,7 @@ class Led:
 
     def grade(self) -> float:
         """Wait for the program's end, and return its reward; 0 if it failed because a limit ended the conversation."""
-        assert self._playing is not None, "it has begun"
+        assert self._playing is not None, "the conversation has begun"
         if self._ended:
             return self._playing.reward()
         error = "context_length_exceeded: a limit of the run has ended this conversation; it gets no more answers"
@@ -141,7 +143,13 @@ class Program(PaidByEnvironment):
             count = self.eval_episodes if split == "eval" else self.episodes
             rows: list[dict[str, object]] = [{"split": split, "number": number} for number in range(count)]
         else:
-            rows = [row for _, row in read_rows("program", self.source, split)]
+            rows = []
+            for location, row in read_rows("program", self.source, split):
+                if (size := len(json.dumps(row))) > LONGEST_ROW:
+                    rule = f"the row has {size:,} bytes as JSON, and the environment variable PODIUM_ROW holds"
+                    way_out = "shorten it, or name a file in it that the program reads"
+                    raise ValueError(f"program: {location}: {rule} {LONGEST_ROW:,}; {way_out}")
+                rows.append(row)
         return [
             Prompt(id=f"program/{split}/{index}", question="", answer="", metadata=row)
             for index, row in enumerate(rows)

@@ -124,7 +124,9 @@ def opens_thought(text: str) -> bool:
 
 
 def _beyond_thoughts(text: str, *, thinking: bool) -> tuple[int, int]:
-    """Where the answer begins after the last closed thinking, and where unclosed thinking begins."""
+    """The positions at which the answer begins, after the last closed block of thinking, and at which an unclosed block
+    begins.
+    """
     begin, closed = 0, False
     for _, closing in THOUGHTS:
         place = text.rfind(closing)
@@ -231,7 +233,7 @@ def _of_texts(name: str, pattern: re.Pattern[str], text: str, types: Types) -> T
 
 def _behind_spaces(text: str, place: int) -> int:
     found = SPACES.match(text, place)
-    assert found is not None, "it matches nothing as well"
+    assert found is not None, "the pattern also matches an empty text"
     return found.end()
 
 

@@ -123,7 +123,7 @@ class Number(NamedTuple):
     places: int
     """Decimal places as written; 0 for integers, fractions and powers of ten."""
     unit: Unit | None = None
-    """Its unit, if known."""
+    """Unit of the number, if known."""
     name: str = ""
     """The variable whose value it is: `x` in `x = 5`."""
 
@@ -389,7 +389,7 @@ def _is_prose(before: str, after: str, *, attached: bool) -> bool:
 
 
 def _value(found: re.Match[str]) -> Number | None:
-    """The matched number; None if it is too long, divides by 0, or is a division that has no remainder."""
+    """The matched number; None if it is too long, divides by 0, or is a division without a remainder, such as `6/3`."""
     if len(found[0]) > MAX_NUMBER_CHARS:
         return None
     sign = -1 if found["sign"] == "-" else 1
