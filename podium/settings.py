@@ -411,7 +411,7 @@ class _Rules:
             rule = f"{buffer} is not less than rollout.max_new_tokens {longest}: every completion would be overlong"
             yield Contradiction((key, "rollout.max_new_tokens"), f"{rule}; lower it")
         if buffer and not shaped:
-            message = f"{buffer} has no effect: no task has a length reward; add `length: 1.0` to its rewards"
+            message = f"{buffer} has no effect: no task has a length reward; add `length: 1.0` to the rewards of a task"
             yield Contradiction((key,), message)
 
     def _zero_variance(self) -> Iterator[Contradiction]:

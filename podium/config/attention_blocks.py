@@ -84,7 +84,7 @@ def slower_decode(kernels: str, page_tokens: int, head_dim: int) -> str:
     """
     if kernels != "gpu" or gpu_kernel_decodes(page_tokens, head_dim):
         return ""
-    rule = "XLA reads the cache, slower than the GPU's kernel, which takes powers of two from 16"
+    rule = "XLA reads the cache, slower than the GPU's kernel, which takes sizes that are powers of two and at least 16"
     if not gpu_kernel_decodes(GPU_SMALLEST, head_dim):
         return f"decode: {rule}: the model's heads have {head_dim} elements"
     return f"decode: {rule}: rollout.page_tokens is {page_tokens}; set it to 64"

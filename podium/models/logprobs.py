@@ -56,7 +56,7 @@ class HeadSettings:
     """False keeps the logits for the backward pass: faster, with [B, T, V] float32 of memory."""
     kind: HeadKind = "chunked"
     """"fused" computes no logits in the forward pass, and in the backward pass the logits' gradient for as many tokens
-    as fit in a chunk's memory; `remat` has no effect then, and nothing is compared."""
+    as fit in a chunk's memory; `remat` then has no effect, and `taught` must be None."""
     reverse: float = 1.0
     """Share of KL(policy || taught) in the divergence; the rest is KL(taught || policy)."""
 

@@ -204,8 +204,9 @@ class UpdateStats:
     loss: float = 0.0
     """Mean loss over the updates, weighted by their tokens."""
     gradient_norm: float = 0.0
-    """Mean gradient norm over the updates, as for `update_norm`."""
+    """Mean global norm of the gradients, before clipping, over the updates."""
     update_norm: float = 0.0
+    """Mean global norm of the change of the parameters over the updates."""
     logprob_gap: float = 0.0
     """Mean |trainer's - sampler's log-probability|, in nats, over the step's first update only.
 

@@ -75,8 +75,8 @@ class Feed:
             passed.add((prompt.task, prompt.prompt.id))
             if len(passed) == sum(self.tasks.num_prompts().values()):
                 limit, own = self.spec.max_tokens, self.spec.privileged
-                also = "" if own is None else f", or in {own.key} {own.max_tokens} as the {own.role} reads it"
-                raise ValueError(f"no prompt fits in rollout.max_prompt_tokens {limit}{also}; raise the limit")
+                also = "" if own is None else f" and, as the {own.role} reads it, in {own.key} {own.max_tokens}"
+                raise ValueError(f"no prompt fits in rollout.max_prompt_tokens {limit}{also}; raise what is too low")
         return prompts
 
     def at(self, number: int, level: int | None = None) -> EncodedPrompt:

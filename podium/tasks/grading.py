@@ -92,7 +92,7 @@ class Grader:
     ) -> None:
         """Start the processes, which import their tasks while the caller continues.
 
-        `tasks` are in the order of `TaskPrompt.task`; `max_new_tokens` is for the `length` reward. Replies of judges
+        `tasks` are in the order of `TaskPrompt.task`; `max_new_tokens` is for the rewards of length. Replies of judges
         are kept in the file `replies`, if set.
 
         Raises ValueError if a reward function or a judge cannot be used.

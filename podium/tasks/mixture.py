@@ -28,7 +28,7 @@ class TaskPrompt:
     """A prompt with its task."""
 
     task: int
-    """Index of its task among the levels of all tasks; without curricula, in the config."""
+    """Index of its task in the config; with curricula, index of its level in the list of all tasks' levels."""
     prompt: Prompt
     system_prompt: str | None
     level: int | None = None

@@ -1,4 +1,4 @@
-"""Reward parts that a config can weight (grade, format, length), and their weighted sum.
+"""Reward parts that a config can weight, such as `correct`, `format` and `length`, and their weighted sum.
 
 Parts that are the user's functions are in `podium.tasks.functions`.
 """
