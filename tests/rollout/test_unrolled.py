@@ -36,7 +36,7 @@ LORA = Lora(rank=2, alpha=4.0, targets=("q", "v", "up"), base="bfloat16", merged
 @pytest.fixture(autouse=True)
 def without_kernel(monkeypatch: pytest.MonkeyPatch):
     """The decode kernel is for devices that are GPUs; a test below emulates it."""
-    monkeypatch.setattr(gpu_decode, "fits", lambda page_tokens, head_dim: False)
+    monkeypatch.setattr(caches, "gpu_kernel_decodes", lambda page_tokens, head_dim: False)
 
 
 def make_engine(kind, decoder, config=ONE_BUCKET, tokenizer=None):
@@ -76,7 +76,7 @@ def test_it_draws_what_a_loop_over_stacks_draws_and_takes_new_weights():
 
 def test_the_decode_kernel_reads_the_pages_that_the_engine_writes(monkeypatch):
     emulated = functools.partial(gpu_decode.paged_attention, interpret=True)
-    monkeypatch.setattr(gpu_decode, "fits", lambda page_tokens, head_dim: True)
+    monkeypatch.setattr(caches, "gpu_kernel_decodes", lambda page_tokens, head_dim: True)
     monkeypatch.setattr(gpu_decode, "paged_attention", emulated)
     config = ONE_BUCKET.model_copy(update={"max_new_tokens": 5, "slots": 4, "prefill_rows": 2})
     requests = random_requests(3, completions=2, max_new_tokens=5, config=ONE_BUCKET)
@@ -99,7 +99,7 @@ def primitives(jaxpr):
 @pytest.mark.parametrize(("capability", "runs_them"), [("7.0", False), ("7.5", False), ("8.0", True), ("8.9", True)])
 def test_a_gpu_has_kernels_in_its_programs_only_if_it_runs_them(capability, runs_them, monkeypatch):
     monkeypatch.setattr("podium.sharding.capability_of", lambda device: capability)
-    monkeypatch.setattr(gpu_decode, "fits", lambda page_tokens, head_dim: True)
+    monkeypatch.setattr(caches, "gpu_kernel_decodes", lambda page_tokens, head_dim: True)
     rules, of = OfGpu(mesh_of(1), ROLLOUT_AXES), jax.ShapeDtypeStruct
     page = caches.abstract_cache(DECODER, ONE_BUCKET, dtype=jnp.dtype("float32"), rules=rules).places[0].kv
     rows, table = of((4,), jnp.int32), of((4, 2), jnp.int32)
