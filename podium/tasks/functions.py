@@ -359,26 +359,30 @@ class FunctionGrader:
                     parts = await self._called(function, arguments, completions)
                 finally:
                     self._running -= 1
-                self._check_folder(function)
+                self._restore_folder(function)
                 return parts
 
         calls = function.arguments(prompt, group)
         found = await asyncio.gather(*(called(each, len(group) // len(calls)) for each in calls))
         return [part for parts in found for part in parts]
 
-    def _check_folder(self, function: GroupFunction) -> None:
-        """Raise FunctionError, and change back, if the working directory is another one after the last running call:
-        the run would write its files elsewhere.
+    def _restore_folder(self, function: GroupFunction) -> None:
+        """Change the working directory back if it is another one after the last running call, and warn once: the run
+        would write its files elsewhere. Not an error, because `contextlib.chdir` on several threads may do this too.
         """
         now = _working_directory()
         if self._running or not self._folder or now == self._folder:
             return
         os.chdir(self._folder)
-        raise FunctionError(
-            f"reward {function.name}, or one that ran at the same time, changed the working directory from"
-            f" {self._folder} to {now or 'a deleted one'}, and the run's paths start there; change it back before"
-            " returning"
-        )
+        if "chdir" not in self._warned:
+            self._warned.add("chdir")
+            logger.warning(
+                "reward %s, or one that ran at the same time, left the working directory at %s; it is changed back to "
+                "%s, where the run's paths start; use absolute paths instead",
+                function.name,
+                now or "a deleted one",
+                self._folder,
+            )
 
     async def _called(self, function: GroupFunction, arguments: Mapping[str, object], completions: int) -> list[Part]:
         """The values that one call returns for its completions; 0 if it timed out. Raises FunctionError."""

@@ -297,13 +297,24 @@ FOLDERS: list[Path] = []
 
 
 @pytest.mark.parametrize("function", [leaves, leaves_later, leaves_and_deletes])
-def test_a_function_that_leaves_the_working_directory_is_named_and_the_run_stays(function, tmp_path, monkeypatch):
+def test_a_function_that_leaves_the_working_directory_is_named_and_the_run_stays(
+    function, tmp_path, monkeypatch, caplog
+):
     """Its files would be written elsewhere, or nowhere."""
     monkeypatch.setattr("test_hostile_functions.FOLDERS", [tmp_path])
     home = os.getcwd()
-    with pytest.raises(
-        FunctionError, match=rf"reward .*{function.__name__}.* changed the working directory from {home} "
-    ):
-        graded(function, texts=("2",))
+    assert [each.total for each in graded(function, texts=("2",))] == [1.0]
     assert os.getcwd() == home
-    assert [each.total for each in graded(visits)] == [1.0, 1.0]
+    (warned,) = caplog.messages
+    assert warned.startswith(
+        f"reward test_hostile_functions:{function.__name__}, or one that ran at the same time, left"
+    )
+    assert f"changed back to {home}, " in warned
+
+
+def test_functions_that_visit_a_folder_on_several_threads_keep_their_values(tmp_path, monkeypatch):
+    """`contextlib.chdir` on several threads may end in the folder that another one visits."""
+    monkeypatch.setattr("test_hostile_functions.FOLDERS", [tmp_path])
+    home = os.getcwd()
+    assert [each.total for each in graded(visits, texts=("2",) * 16)] == [1.0] * 16
+    assert os.getcwd() == home

@@ -509,7 +509,7 @@ def test_credit_of_turns_without_turns_to_compare_is_refused():
     for changes, rule in (
         ({"recipe": "reinforce_pp", "credit": "turn"}, "does not compare a prompt's completions"),
         ({"gamma": 0.5}, "credit is episode"),
-        ({"credit": "turn", "kl": "k1_reward", "kl_coef": 0.1}, "of whole conversations"),
+        ({"credit": "turn", "kl": "k1_reward", "kl_coef": 0.1}, "covers whole conversations"),
     ):
         with pytest.raises(ValueError, match=rule):
             recipe_of(make_config(algorithm=changes))

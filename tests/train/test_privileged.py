@@ -128,7 +128,9 @@ def test_prompts_that_are_too_long_for_the_teacher_are_left_out_of_training_alon
     assert feed.privileged(first.prompt) == (*first.tokens, *added)
     short = dataclasses.replace(spec.prompts, privileged=dataclasses.replace(spec.prompts.privileged, max_tokens=5))
     feed = Feed(short, tokenizer)
-    with pytest.raises(ValueError, match=r"or in teacher.max_prompt_tokens 5 as the teacher reads it; raise the limit"):
+    with pytest.raises(
+        ValueError, match=r"as the teacher reads it, in teacher.max_prompt_tokens 5; raise what is too low"
+    ):
         feed.next(1)
     assert feed.encode(first.prompt, 0) is not None, "as evaluation does"
     with pytest.raises(ValueError, match=r"has \d+ tokens and teacher.max_prompt_tokens is 5; raise it"):
