@@ -54,9 +54,9 @@ class SetupError(RemoteError):
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether a start may succeed later: if no machine responded, or the setup could not reach a server."""
+    """Whether a start may succeed later: if no machine responded, or if the setup could not reach a server."""
     if isinstance(error, SetupError):
-        return fault_in(str(error)) not in ("disk", "login", "denied")
+        return fault_in(str(error)) == "outage"
     return isinstance(error, UnusableError) and not error.answered
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Literal
 
 from podium.job.job_records import ABORTED, GUARD, STOPPED, first_failure, listed
-from podium.patience import Clock, Patience
+from podium.patience import Clock, Patience, fault_in
 from podium.pods.gcloud import GcloudError
-from podium.pods.launch import JobStatus, SetupError, may_pass
+from podium.pods.launch import JobStatus, SetupError
 from podium.pods.remote import RemoteError, UnusableError
 from podium.pods.rental import DEFAULT_LEASE, seconds
 from podium.pods.session import Observation, Session
@@ -336,8 +336,8 @@ class _Keeper:
                 pause_s = _pause(policy.pauses_s, counts.unusable)
             case SetupError():
                 try:
-                    if not may_pass(error):
-                        raise error
+                    if fault_in(str(error)) in ("disk", "login", "denied"):
+                        raise error  # any other may pass: on machines like these the same setup has succeeded before
                     pause_s = self._setting_up.next_s(error)
                 except SetupError:
                     pause_s, counts = 0.0, dataclasses.replace(counts, starts=policy.restarts, restarts=policy.restarts)

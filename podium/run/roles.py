@@ -80,8 +80,9 @@ def teaching(config: Config) -> Teaching | None:
 
 def own_prompts(config: Config) -> PrivilegedSpec | None:
     """The prompts of the teacher; None if it reads the policy's prompts, or without a teacher."""
-    if (teacher := config.teacher) is None or teacher.template is None:
+    if (teacher := config.teacher) is None or teacher.prompt == "same":
         return None
+    assert teacher.template is not None, "a privileged prompt has one"
     longest = teacher.max_prompt_tokens or config.rollout.prompt_tokens
     return PrivilegedSpec(role="teacher", template=teacher.template, max_tokens=longest)
 

@@ -103,7 +103,7 @@ def test_the_chosen_length_is_what_other_settings_leave(tmp_path):
         length == 100
         and "100, as rollout.max_episode_tokens 116 and rollout.max_new_tokens 16 allow; the longest" in str(line)
     )
-    with pytest.raises(ValueError, match=r"max_episode_tokens 116 and .* allow 100"):
+    with pytest.raises(ValueError, match=r"max_episode_tokens 116 and .* leave room for 100"):
         chosen(config_of(path, rollout={**rollout, "long_prompts": "error"}))
     rows = {"rollout": {"max_new_tokens": 16, "long_prompts": "drop"}, "train": {"row_tokens": 80}}
     assert chosen(config_of(path, **rows))[0] == 64

@@ -175,7 +175,7 @@ def test_every_setting_is_read_and_an_invented_one_is_not(tiny_model, tmp_path, 
     by_effect = {("AlgorithmConfig", name) for name in ARGUMENTS}
     by_effect.add(("TaskConfig", "completion"))  # of written completions alone: tests/train/test_sft.py
     by_effect.add(("RolloutConfig", "group_chips"))  # of several devices: tests/models/test_layout_choice.py
-    by_effect.add(("TeacherConfig", "max_prompt_tokens"))  # of privileged prompts: tests/train/test_privileged.py
+    by_effect |= {("TeacherConfig", name) for name in ("template", "max_prompt_tokens")}  # test_privileged.py
     by_effect.add(("AlgorithmConfig", "gamma"))  # with credit: turn
     by_effect |= {  # tests/train/test_reward_models.py
         ("RewardModelConfig", name) for name in RewardModelConfig.model_fields
