@@ -316,7 +316,8 @@ def of_rewards_alone(recipe: Recipe) -> Recipe:
 def with_other_options(subject: Subject) -> Subject:
     """The same subject with GRPO and options that most configs leave unset; each of them affects an update.
 
-    Each prompt is a minibatch, so that a step without one of them has fewer optimizer steps.
+    Each prompt is a minibatch, so that a step without one of them has fewer optimizer steps; and each completion is a
+    micro-batch, so that a mean over one of them differs from that over the minibatch.
     """
     algorithm = AlgorithmConfig(
         recipe="grpo",
@@ -334,7 +335,9 @@ def with_other_options(subject: Subject) -> Subject:
         minibatches=PROMPTS,
         updates_per_batch=2,
     )
-    config = subject.config.model_copy(update={"algorithm": algorithm, **WITHOUT_MODELS})
+    rows = {"packing": "none", "rows_per_device": 1, "tokens_per_device": None}
+    train = subject.config.train.model_copy(update=rows)
+    config = subject.config.model_copy(update={"algorithm": algorithm, "train": train, **WITHOUT_MODELS})
     recipe = resolve_recipe(config)
     other = dataclasses.replace(
         subject,

@@ -298,7 +298,8 @@ def nothing_in_flight() -> Plant:
     original = sampler.Sampler.answer
 
     def planted(own, prompts, settings=None):
-        kept, own.spec = own.spec, dataclasses.replace(own.spec, in_flight=0)
+        training = dataclasses.replace(own.spec.training, in_flight=0)
+        kept, own.spec = own.spec, dataclasses.replace(own.spec, training=training)
         try:
             return original(own, prompts, settings)
         finally:
@@ -342,7 +343,12 @@ def rewards_of_the_group_before() -> Plant:
 
 def leave_one_out_by_the_whole_group() -> Plant:
     rloo = recipes.RECIPES["rloo"]
-    own = dataclasses.replace(rloo, advantage=lambda rewards, lengths: rewards - np.nanmean(rewards, axis=1)[:, None])
+
+    def of_all(rewards, lengths):
+        graded = np.maximum(1, np.sum(~np.isnan(rewards), axis=1, keepdims=True))
+        return rewards - np.nansum(rewards, axis=1, keepdims=True) / graded
+
+    own = dataclasses.replace(rloo, advantage=of_all)
     return batch_variants, "RECIPES", {**recipes.RECIPES, "rloo": own}
 
 
