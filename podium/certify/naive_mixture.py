@@ -25,7 +25,7 @@ class Draw(NamedTuple):
 
 @dataclasses.dataclass
 class NaiveMixture:
-    """Draws prompts one after another, and is told how well their groups were answered."""
+    """Draws prompts one at a time; learns from the rewards of earlier groups which task and level come next."""
 
     seed: int
     weights: Sequence[float]

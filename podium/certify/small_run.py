@@ -6,7 +6,7 @@ Every model of the user's run is known here by its section of the config; all ot
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -173,7 +173,7 @@ def _small_step(config: Config) -> Config:
     asked |= {"greedy": True, "samples": EVAL_SAMPLES}
     if config.eval.temperature == 1:
         asked["temperature"] = EVAL_TEMPERATURE
-    parts: dict[str, Any] = {
+    parts: dict[str, object] = {
         "lora": config.lora and config.lora.model_copy(update={"base": "bfloat16", "adapter": None}),
         "eval": config.eval.model_copy(update=asked),
         "rollout": _small_rollout(config.rollout, group, talks=talks),
@@ -272,7 +272,7 @@ def training_settings(subject: Subject) -> RunSettings:
     train = {**PLAIN, "optimizer": given.model_copy(update=changed), "offload_optimizer": False, "rows_per_device": 2}
     if subject.converses:
         train["row_tokens"] = subject.longest
-    parts: dict[str, Any] = {
+    parts: dict[str, object] = {
         "algorithm": config.algorithm.model_copy(update=algorithm),
         "train": config.train.model_copy(update=train),
         "steps": STEPS if config.reference is None else STEPS_OF_A_MOVING_REFERENCE,

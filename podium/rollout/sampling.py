@@ -346,7 +346,7 @@ def _lowest_kept(
 def _search(
     logits: jax.Array, highest: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array
 ) -> jax.Array:
-    """`_lowest_kept` for whole rows [S, V]: top-k first, then top-p of the remaining tokens."""
+    """The smallest logit that each row [S, V] keeps: top-k applies first, and top-p to the tokens that remain."""
     S, V = logits.shape
     everything = jnp.full((S,), -jnp.inf, jnp.float32)
 

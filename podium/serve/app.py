@@ -46,7 +46,7 @@ MAX_BODY = 4 << 20
 BODY_S = 30.0
 """Seconds within which a request body must arrive."""
 GONE = 499
-"""Status of a request whose client has disconnected; nobody receives it."""
+"""Status of a request whose client has disconnected, as nginx has it; it cannot be sent to anyone."""
 ROUTES = (
     *("/health", "/metrics", "/v1/models"),
     *("/v1/completions", "/v1/chat/completions", "/inference/v1/generate"),
@@ -257,9 +257,7 @@ def _refused(request: "Request", error: Exception) -> "Response":
 
 
 async def _until_gone(request: "Request", ticket: Ticket) -> list[Piece]:
-    """Collect all answers, in order. If the client disconnects first, drops them and raises an error that nobody
-    receives.
-    """
+    """Collect all answers, in order. If the client disconnects first, cancel them and raise RequestError."""
 
     async def collect() -> list[Piece]:
         return sorted([piece async for piece in ticket], key=lambda piece: piece.number)

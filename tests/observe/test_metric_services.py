@@ -115,7 +115,7 @@ def test_a_service_that_cannot_be_reached_at_the_start_stops_nothing(tmp_path, m
 
 
 class SlowClock:
-    """A clock that passes when it is told to."""
+    """A clock that only the test advances."""
 
     now = 0.0
 

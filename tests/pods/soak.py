@@ -157,7 +157,7 @@ class Soak:
         return command
 
     def word(self, purpose: str) -> str:
-        """A word that was never used before, and is the same whenever the story is told."""
+        """The next random word of the story's seed: new each time, and the same in every replay of the story."""
         return f"{self.words.getrandbits(64):016x}"
 
     def keep(self, command: Command) -> None:
