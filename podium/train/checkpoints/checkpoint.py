@@ -178,12 +178,10 @@ class Checkpointer:
             return None
         self._on_save()
         start = time.perf_counter()
-        records = self._records.extents() if self._records is not None else {}
         host_state: HostState = {
             **position.record(),
             "versions": versions(),
-            "base": self._beside["base"],
-            "records": records,
+            "records": {} if self._records is None else self._records.extents(),
             **self._beside,
         }
         self.save(step, state, host_state, score=score, wait=last)
