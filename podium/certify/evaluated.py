@@ -22,7 +22,7 @@ OF_DRAWS = ("hand-over", "repetition penalty", "cuts", "draws")
 LIKELIEST = 1e-4  # nats by which a greedy token may be less likely than the likeliest one, since rounding may swap them
 Z_95 = 1.959963984540054  # standard deviations that hold 95 % of a normal distribution
 ASKED = [(index, question) for index, question in enumerate(EVALUATED) if question != TOO_LONG]
-"""The questions that fit, with their places among all."""
+"""Questions that fit into a prompt, each with its index in EVALUATED."""
 
 
 def evaluation_check(subject: Subject, training: Training) -> Check:
