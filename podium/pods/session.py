@@ -192,8 +192,11 @@ class Session:
     def _over(self, now: Slice) -> int | None:
         """The exit status in the slice's label, if it was set after this session began."""
         before = self._first.mark if self._first is not None and self._first.name == now.name else ""
+        status = None
         if now.mark.startswith(STOP) and now.mark != before:
-            return STOPPED
-        if now.mark.startswith(END) and not before.startswith((STOP, END)):
-            return int(now.mark.removeprefix(END))
-        return None
+            status = STOPPED
+        elif now.mark.startswith(END) and not before.startswith((STOP, END)):
+            status = int(now.mark.removeprefix(END))
+        if status is not None:
+            self._endings.heard = status
+        return status
