@@ -7,6 +7,7 @@ Standard library only.
 """
 
 import contextlib
+import errno
 import re
 import sys
 import time
@@ -96,6 +97,20 @@ def way_out(fault: Fault, service: str) -> str:
         "disk": "delete something on this machine's disk",
         "certificate": "check this machine's clock, its certificates and its proxy",
     }.get(fault, "check the network")
+
+
+class BucketError(PermissionError):
+    """A bucket, or an object in it, cannot be read; the message says what to do about it."""
+
+    def __init__(self, what: str, error: Exception) -> None:
+        """`what` is the bucket or the object, beginning with gs:// or s3://; `error` is that of the library."""
+        strerror = error.strerror if isinstance(error, OSError) else None
+        reason = strerror or (str(error).splitlines() or [type(error).__name__])[0].partition(" [tensorstore_spec")[0]
+        super().__init__(errno.EACCES, reason)
+        self._message = f"{what} cannot be read: {reason}; {way_out(fault_of(error), what[:2])}"
+
+    def __str__(self) -> str:
+        return self._message
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

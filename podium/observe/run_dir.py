@@ -42,6 +42,7 @@ from podium.files import (
     as_path,
     drop_lines_after,
     in_bucket,
+    is_file,
     read_lines,
     to_json,
     write_atomically,
@@ -137,13 +138,14 @@ def parse_fork(text: str) -> Fork:
 
     Raises:
         UsageError: RUN is not a run's folder, or STEP is not a number.
+        BucketError: the folder is in a bucket that cannot be read.
     """
     folder, separator, step = text.rpartition("@")
     if not separator:
         folder, step = text, ""
     if separator and not step.isdecimal():
         raise UsageError(f"--from {text}: {step!r} is not a step; write RUN@STEP, such as runs/demo@20, or RUN")
-    if not (as_path(folder) / CONFIG).is_file():
+    if not is_file(as_path(folder) / CONFIG):
         raise UsageError(
             f"--from {text}: {folder} has no {CONFIG}, so it is not a run's folder; give one, such as runs/demo"
         )

@@ -174,7 +174,7 @@ def stop(common: Common, name: AnyName = None) -> None:
             project.note("so that no command restarts it:")
             slices.label(tpu_slice, {STATE: mark})
         after = patiently(
-            lambda: stop_job(remote, None, clock=project.clock, say=project.say),
+            lambda: stop_job(remote, None),
             f"the workers of {tpu_slice.name}",
             may_pass=lambda error: isinstance(error, UnusableError),
             clock=project.clock,

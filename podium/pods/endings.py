@@ -26,6 +26,8 @@ class Endings:
         self._slices = slices
         self._prefix = f"{GOOGLE}{bucket}/{FOLDER}/{run}."
         self._before: set[str] = set()
+        self.heard: int | None = None
+        """The exit status that the label of the run's slice has told; it is remembered when the slice is gone."""
 
     def begin(self) -> None:
         """Ignore the existing records, because a later command overrides them."""
@@ -34,7 +36,7 @@ class Endings:
     def status(self) -> int | None:
         """The exit status with which the run ended or was stopped since `begin`; None if it is not over."""
         new = set(self._names()) - self._before
-        return min((int(name.split(".")[-2]) for name in new), default=None)
+        return min((int(name.split(".")[-2]) for name in new), default=self.heard)
 
     def add(self, status: int, word: str) -> None:
         """Record that the run is over."""

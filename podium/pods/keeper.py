@@ -55,7 +55,7 @@ def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunO
             remote.ask_all(TOOLS, "installing git", timeout_s=TOOLS_S)
         except RemoteError as error:
             raise SetupError(str(error)) from None
-        return prepare(remote, own, clock=project.clock, say=project.say, stop=f"podium pod down {name}")
+        return prepare(remote, own, stop=f"podium pod down {name}")
 
     own = keeper_spec(
         machine.name, machine.zone, owner=project.slices.owner, name=name, rent=rent, options=options, spec=spec
@@ -63,7 +63,7 @@ def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunO
     what = f"{machine.name}, and what its setup needs"
     job, needed = patiently(prepared, what, may_pass=may_pass, clock=project.clock, say=project.say)
     if needed:
-        start(remote, own, job, say=project.say)
+        start(remote, own, job)
     project.answer(
         f"{machine.name} in {machine.zone} keeps {spec.name} alive on {name}; this machine is no longer needed"
     )

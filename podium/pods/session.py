@@ -109,7 +109,7 @@ class Session:
         """Start the run on workers that do not run it, unless the run was stopped or lost the slice meanwhile."""
         project = self._project
         assert self.slice is not None
-        job, needed = prepare(project.remote(self.slice), self._spec, clock=project.clock, say=project.say)
+        job, needed = prepare(project.remote(self.slice), self._spec)
         project.note("unless podium pod stop was given meanwhile:")
         now = self._now()
         if needed and now is not None and not now.mark:
@@ -123,14 +123,13 @@ class Session:
         if now.doomed or stopped or self._over(now) is not None or self._endings.status() is not None:
             return
         if needed:
-            start(project.remote(now), self._spec, job, say=project.say)
+            start(project.remote(now), self._spec, job)
         self._job = job
 
     def stop(self) -> None:
         """Ask the job to save and end on all workers that still run it."""
         if self._job is not None and self.slice is not None:
-            project = self._project
-            stop_job(project.remote(self.slice), self._job, clock=project.clock, say=project.say)
+            stop_job(self._project.remote(self.slice), self._job)
 
     def replace(self) -> None:
         """Delete the slice; the next action is to rent another. Raises TakenError if the slice is alive and was rented
@@ -193,8 +192,11 @@ class Session:
     def _over(self, now: Slice) -> int | None:
         """The exit status in the slice's label, if it was set after this session began."""
         before = self._first.mark if self._first is not None and self._first.name == now.name else ""
+        status = None
         if now.mark.startswith(STOP) and now.mark != before:
-            return STOPPED
-        if now.mark.startswith(END) and not before.startswith((STOP, END)):
-            return int(now.mark.removeprefix(END))
-        return None
+            status = STOPPED
+        elif now.mark.startswith(END) and not before.startswith((STOP, END)):
+            status = int(now.mark.removeprefix(END))
+        if status is not None:
+            self._endings.heard = status
+        return status

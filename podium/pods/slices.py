@@ -270,8 +270,12 @@ class Slices(SliceLists):
         if holder is not None:
             _check(holder, order)
             asking.standing = holder.zone
-        # Nobody uses these, because the first holds the title.
-        self.delete([each for each in found[1:] if each.name in asking.asked or (each.run and each.run == order.run)])
+        # Nobody uses these, because the first holds the title. It is looked for once more, because the laptop may have
+        # slept while `found` was read: the first may have been gone before its successors were requested.
+        others = [each for each in found[1:] if each.name in asking.asked or (each.run and each.run == order.run)]
+        if others and holder is not None and self.now(holder) is None:
+            return None
+        self.delete(others)
         if holder is None:
             self._ask(asking)
         elif not holder.alive or holder.doomed:
@@ -313,12 +317,14 @@ class Slices(SliceLists):
         Returns whether the slice was still listed.
         """
         found = self.titled(tpu_slice.title)
-        listed = next((each for each in found if each.name == tpu_slice.name), None)
+        listed = self.now(tpu_slice)  # after `found`, so that what stands beside it is not its successor
         if listed is None:
             return False
         if listed.node and listed.alive:
             self.label(listed, {STATE: mark})
-        self.delete([each for each in found if each is listed or (each.run == listed.run is not None)])
+        self.delete(
+            [listed, *(each for each in found if each.name != listed.name and each.run == listed.run is not None)]
+        )
         return True
 
     def withdraw(self, tpu_slice: Slice) -> bool:

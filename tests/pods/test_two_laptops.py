@@ -3,15 +3,17 @@
 import base64
 import contextlib
 import gzip
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 
+from podium.job.job_records import STOPPED
 from podium.pods import commands
 from podium.pods.endings import Endings
 from podium.pods.gcloud import Finished, GcloudError
-from podium.pods.inventory import STARTED, STATE, label_text
+from podium.pods.inventory import STARTED, STATE, STOP, label_text
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import Project
 from podium.pods.rental import new_order
@@ -121,28 +123,56 @@ def said(project: Project) -> str:
     return "\n".join(project.__dict__.get("said", []))
 
 
-@pytest.mark.parametrize("method", ["GET", "PATCH", "DELETE"])
 @pytest.mark.parametrize("theirs", ["run", "other"])
-def test_a_laptop_that_wakes_deletes_nothing_that_another_laptop_rented(laptops, method, theirs):
-    """Its lid is closed anywhere in the commands that give a slice back; another laptop has rented one meanwhile."""
-    session = laptops.session()
-    machines = []
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("act", ["give back", "rent"])
+def test_a_laptop_that_wakes_deletes_nothing_that_another_laptop_rented(laptops, act, lost, theirs):
+    """Its lid is closed before each request in turn; another laptop has rented a slice meanwhile."""
+    slept = 0
+    for request in itertools.count():
+        session = laptops.session()
+        machines: list[str] = []
+        sent = itertools.count()
 
-    def instant(sent: str) -> None:
-        if sent == method:
-            laptops.gcloud.instant = lambda sent: None
-            other = laptops.project()
-            other.slices.down("demo")
-            laptops.session(theirs, other)
-            machines.extend(laptops.nodes())
+        def instant(method: str, request=request, sent=sent, machines=machines) -> None:
+            if next(sent) == request:
+                other = laptops.project()
+                other.slices.down("demo")
+                laptops.session(theirs, other)
+                machines.extend(laptops.nodes())
 
-    laptops.gcloud.instant = instant
-    with contextlib.suppress(GcloudError):  # what it labels is gone
-        session.give_back(0, told=False)
-    laptops.gcloud.instant = lambda sent: None
-    session.give_back(0, told=True)
-    assert laptops.nodes() == machines
-    assert len(machines) == 1
+        if lost:
+            laptops.fake.preempt("demo")
+        laptops.gcloud.instant = instant
+        with contextlib.suppress(GcloudError, TakenError, DeletedError):  # what it labels is gone, or the title taken
+            session.rent() if act == "rent" else session.give_back(0, told=False)
+        laptops.gcloud.instant = lambda method: None
+        if not machines:  # the command had ended before
+            break
+        slept += 1
+        if act == "give back":
+            session.give_back(0, told=True)
+        assert laptops.nodes() == machines, request
+        assert len(machines) == 1
+        laptops.project().slices.down("demo")
+    assert slept >= 4
+
+
+def test_a_stop_that_was_heard_is_remembered_when_the_slice_is_gone(laptops):
+    """A slice that the user made tells it by its label alone."""
+    maker = laptops.opened(own=False)
+    maker.rent()
+    laptops.started(maker)
+    keeper = laptops.opened()
+    keeper.rent()
+    assert keeper.observe().over is None
+    laptops.project().slices.label(keeper.slice, {STATE: f"{STOP}word"})
+    assert keeper.observe().over == STOPPED
+    laptops.fake.vanish("demo")
+    assert keeper.observe().over == STOPPED
+    with pytest.raises(DeletedError, match="the run is over"):
+        keeper.rent()
+    assert laptops.nodes() == []
 
 
 def test_what_was_rented_for_another_run_is_neither_used_nor_deleted(laptops):

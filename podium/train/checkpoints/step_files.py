@@ -24,7 +24,7 @@ import xxhash
 from podium.files import cause_of, in_bucket, write_atomically
 from podium.observe.identity import IDENTITY, RUN, stored_id
 from podium.observe.run_dir import saved_steps
-from podium.patience import fault_of, way_out
+from podium.patience import BucketError, fault_of
 
 SIZES, DIGESTS = "sizes.json", "digests.json"
 ASIDE = ".damaged"
@@ -74,13 +74,19 @@ def damage(path: Path, *, digests: bool, beat: Beat = lambda: None) -> str | Non
     try:
         return _wrong_sizes(path) or _wrong_place(path) or (_wrong_bytes(path, beat) if digests else None)
     except Exception as error:
-        if in_bucket(path) and (fault := fault_of(error)) != "other":
-            advice = way_out(fault, str(path)[:2])
-            raise CheckpointError(f"{path} cannot be read: {cause_of(error)}; {advice}") from error
+        if (refused := refusal(path, error)) is not None:
+            raise refused from error
         if not isinstance(error, UNREADABLE):
             raise
         name = Path(getattr(error, "filename", None) or SIZES).name
         return f"{name} cannot be read: {cause_of(error)}"
+
+
+def refusal(path: Path, error: Exception) -> CheckpointError | None:
+    """The error for a bucket that does not let a step be read; None if the step itself is at fault."""
+    if in_bucket(path) and fault_of(error) != "other":
+        return CheckpointError(str(BucketError(str(path), error)))
+    return None
 
 
 def newest_whole_step(folder: Path, announce: Callable[[str], None], beat: Beat) -> int | None:
