@@ -265,15 +265,10 @@ class Keeper:
             try:
                 seen = self._session.observe()
             except GcloudError as error:
-                self._wait(error, self._observing)
+                error.wait_out(self._observing, for_ever=True)
             else:
                 self._observing.reset()
                 return seen
-
-    def _wait(self, error: GcloudError, patience: Patience) -> None:
-        """Wait for Google; that time does not count as time in which setups failed."""
-        self._setting_up.reset()
-        error.wait_out(patience, for_ever=True)
 
     def _act(self, decision: Decision, seen: Observation) -> int | None:
         """Execute a decision; returns an exit status if nothing is left to follow.
@@ -289,9 +284,9 @@ class Keeper:
             return 1
         except GcloudError as error:
             if not error.gone:
-                self._wait(error, self._acting)
+                error.wait_out(self._acting, for_ever=True)
         except PendingError as error:
-            self._wait(error.cause, self._acting)
+            error.cause.wait_out(self._acting, for_ever=True)
         except (RemoteError, SliceError) as error:
             self._say(str(error))
             if isinstance(error, RefusedError) and error.final:
