@@ -210,6 +210,19 @@ def test_patience_ends_after_half_an_hour_and_begins_again_with_an_answer():
     patience.wait(error, limited=False)
 
 
+def test_time_in_which_a_service_was_not_asked_counts_little():
+    """As when something else was waited for in between."""
+    clock = Clock()
+    patience = Patience("it", clock=clock, say=lambda line: None)
+    for _ in range(3):
+        patience.wait(TimeoutError())
+        clock.sleep(6000.0)
+    with pytest.raises(TimeoutError):
+        for _ in range(2):
+            patience.wait(TimeoutError())
+            clock.sleep(6000.0)
+
+
 def test_an_action_is_repeated_for_errors_that_may_pass_alone():
     clock, left = Clock(), [ConnectionError("no"), ConnectionError("no"), ValueError("wrong")]
 

@@ -72,18 +72,6 @@ def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunO
     project.say(f"itself; podium pod down {name} deletes both; its log: {shown}")
 
 
-def delete_keeper(project: Project, slice_name: str) -> str | None:
-    """Delete our machine that keeps the slice's run alive; returns its name, or None if it does not exist.
-
-    Without permission to list machines, prints that and returns None.
-    """
-    for machine in keepers(project, slice_name):
-        if machine.owner == project.slices.owner:
-            project.slices.gcloud.checked(project.slices.gcloud.argv.delete_vm(machine.name, machine.zone))
-            return machine.name
-    return None
-
-
 def keepers(project: Project, slice_name: str | None = None) -> list[Slice]:
     """List machines (of all owners) that keep the run of one slice, or of any slice, alive; each as a `Slice`.
 
@@ -149,7 +137,7 @@ def _rented(project: Project, name: str, zone: str, rent: Rent) -> Slice:
     gcloud = project.slices.gcloud
     owner = project.slices.owner
     project.note("")
-    found = _found(project, name)
+    found = next(iter(keepers(project, name)), None)
     if found is not None and found.state == "dead" and found.owner == owner:
         project.say(f"deleting {found.name}: {found.detail}")
         gcloud.checked(gcloud.argv.delete_vm(found.name, found.zone))
@@ -159,18 +147,12 @@ def _rented(project: Project, name: str, zone: str, rent: Rent) -> Slice:
         project.note("if it does not exist; the owner is that of gcloud's account:")
         labels = {OWNER: owner, RUN: name}
         gcloud.checked(gcloud.argv.create_vm(machine_name(name), zone, labels, rent.service_account))
-        found = _found(project, name)
+        found = next(iter(keepers(project, name)), None)
     if found is None:
         raise SliceError(f"{machine_name(name)} was created in {zone} and is not listed; run the command again")
     if found.owner != owner:
         raise SliceError(f"{found.name} in {found.zone} is not yours and was not changed; choose another --slice")
     return found
-
-
-def _found(project: Project, name: str) -> Slice | None:
-    """Find the machine in the list, as a `Slice` of one machine; None if it does not exist."""
-    gcloud = project.slices.gcloud
-    return next((_as_slice(each) for each in gcloud.ask(gcloud.argv.vms(machine_name(name)))), None)
 
 
 def _as_slice(instance: ApiObject) -> Slice:

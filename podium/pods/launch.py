@@ -139,8 +139,10 @@ class JobStatus:
 
 def poll(remote: Remote, job: str | None = None) -> JobStatus:
     """Ask all workers for the status of a job (None: the latest)."""
-    status = f"([ -x {AGENT} ] || exit {NO_AGENT}; {AGENT} status {job or ''})"
-    replies = remote.ask(status, timeout_s=POLL_S + POLL_WORKER_S * remote.workers)
+    status = f"{AGENT} status {job or ''}".strip()
+    replies = remote.ask(
+        f"([ -x {AGENT} ] || exit {NO_AGENT}; {status})", timeout_s=POLL_S + POLL_WORKER_S * remote.workers
+    )
     workers: list[Status | None] = [None] * remote.workers
     for worker, reply in replies.items():
         workers[worker] = NO_JOB if reply.status == NO_AGENT else reply.json()

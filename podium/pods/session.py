@@ -11,7 +11,7 @@ from podium.pods.inventory import END, LOST, STARTED, STATE, STOP, Slice
 from podium.pods.launch import LOG_BYTES, SETUP, UNDER_WAY, JobStatus, RunSpec, poll, prepare, read_log, start, stop_job
 from podium.pods.project import Project
 from podium.pods.remote import RemoteError
-from podium.pods.slices import TakenError
+from podium.pods.slices import TakenError, check_run
 
 TAIL_BYTES = 2**14
 """Bytes to show of a log that has grown by more than one read."""
@@ -45,6 +45,8 @@ class Session:
     ) -> None:
         """Set the run, and the order for its slices; `fresh`: rent the first slice, because no existing one was
         named.
+
+        Raises TakenError if the named slice was rented for another run.
         """
         self.slice: Slice | None = None
         self.title = order.name
@@ -58,7 +60,8 @@ class Session:
         endings.begin()
         found = project.slices.titled(order.name)
         self._first = found[0] if found else None  # a stop in its label was before this command
-        if not fresh:
+        if not fresh and self._first is not None:
+            check_run(self._first, order)
             self.slice = self._first
 
     @property
@@ -117,7 +120,7 @@ class Session:
         first = next(iter(project.slices.titled(self.title)), None)
         now = self._now()
         if now is None or (first is not None and first.name != now.name):
-            self.slice = first
+            self.slice = first if first is not None and first.run in (None, self.order.run) else None
             return
         stopped = now.run is not None and now.mark.startswith(STOP)
         if now.doomed or stopped or self._over(now) is not None or self._endings.status() is not None:

@@ -267,15 +267,16 @@ class Slices(SliceLists):
         if over():
             self.delete([each for each in found if each.name in asking.asked])
             raise DeletedError(f"{order.name}: the run is over, so nothing is requested")
-        if holder is not None:
-            _check(holder, order)
-            asking.standing = holder.zone
         # Nobody uses these, because the first holds the title. It is looked for once more, because the laptop may have
         # slept while `found` was read: the first may have been gone before its successors were requested.
         others = [each for each in found[1:] if each.name in asking.asked or (each.run and each.run == order.run)]
         if others and holder is not None and self.now(holder) is None:
             return None
         self.delete(others)
+        if holder is not None:
+            check_run(holder, order)
+            _check_type(holder, order)
+            asking.standing = holder.zone
         if holder is None:
             self._ask(asking)
         elif not holder.alive or holder.doomed:
@@ -487,13 +488,17 @@ class _Asking:
         raise RefusedError(self.order, self.refused)
 
 
-def _check(holder: Slice, order: Order) -> None:
-    """Raise TakenError or BadRequestError unless the order may use the existing slice of its title."""
+def check_run(holder: Slice, order: Order) -> None:
+    """Raise TakenError if the existing slice of an order's title was rented for another run."""
     if holder.run not in (None, order.run):
         raise TakenError(
             f"{holder.name} in {holder.zone} was rented for the run {holder.run} (podium pod run --keep-alive); choose "
             f"another --slice, or delete it: podium pod down {holder.title}"
         )
+
+
+def _check_type(holder: Slice, order: Order) -> None:
+    """Raise SliceError if the existing slice of an order's title is of another type."""
     if holder.alive and not holder.doomed and (holder.accelerator, holder.spot) != (order.accelerator, order.spot):
         raise SliceError(
             f"{holder.name} exists in {holder.zone} as {holder.accelerator}, "

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from podium.pods.gcloud import GcloudError, Order
-from podium.pods.launch import JobStatus
-from podium.pods.recover import RUNNING, Counts, Policy, decide, keep_alive
+from podium.pods.launch import JobStatus, SetupError
+from podium.pods.recover import RUNNING, Counts, Keeper, Policy, decide
 from podium.pods.remote import RemoteError, UnusableError
 from podium.pods.session import Observation
 from podium.pods.slices import DeletedError, RefusedError, SliceError
@@ -62,7 +62,7 @@ class Story:
             raise self.fails.pop(what)
 
     def outcome(self, policy: Policy = POLICY) -> int:
-        return keep_alive(self, policy, clock=self.clock, say=self.said.append)
+        return Keeper(self, policy, clock=self.clock, say=self.said.append).keep()
 
 
 def test_a_preempted_run_goes_on_on_other_machines():
@@ -119,6 +119,21 @@ def test_a_restart_that_reached_nobody_counts_for_nothing():
     story = Mute(*[seen(MISSING, MISSING)] * 8, seen(DONE, DONE))
     assert story.outcome() == 0
     assert story.done.count("start") == 8
+
+
+def test_time_without_google_is_no_time_in_which_setups_failed():
+    """A setup fails, then Google is away for hours, then it fails again."""
+
+    class Failing(Story):
+        def start(self) -> None:
+            self.done.append("start")
+            if len(self.done) < 3:
+                raise SetupError("the setup failed on worker(s) 0: connection reset")
+
+    away = [GcloudError("unavailable", "gcloud crashed (ConnectionError)")] * 300
+    story = Failing(seen(NONE, NONE), *away, *[seen(NONE, NONE)] * 2, seen(DONE, DONE))
+    assert story.outcome() == 0
+    assert story.done == ["start"] * 3
 
 
 RENTING = Observation(slice=None, job=None, renting=True)

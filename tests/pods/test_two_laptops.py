@@ -83,13 +83,15 @@ class Laptops(Cloud):
         slices.say = project.say
         return project
 
-    def opened(self, name: str = "run", project: Project | None = None, *, own: bool = True) -> Session:
-        """`podium pod run --keep-alive --type v4-16 --slice demo` on a laptop, before it has a slice."""
+    def opened(
+        self, name: str = "run", project: Project | None = None, *, own: bool = True, fresh: bool = True
+    ) -> Session:
+        """`podium pod run --keep-alive --slice demo` on a laptop, if `fresh` with `--type v4-16`, before it rents."""
         project, spec = project or self.project(), made_spec(name, self.file)
         run = label_text(spec.prefix)
         order = new_order("demo", RENT, project.slices, ZONES, run, bucket="b" if own else None)
         endings = Endings(project.slices, "b" if own else None, run)
-        return Session(project, spec, order, ZONES, endings, fresh=True)
+        return Session(project, spec, order, ZONES, endings, fresh=fresh)
 
     def session(self, name: str = "run", project: Project | None = None, *, own: bool = True) -> Session:
         """The same, with its slice."""
@@ -182,6 +184,42 @@ def test_what_was_rented_for_another_run_is_neither_used_nor_deleted(laptops):
         second.rent()
     assert not second.give_back(1, told=False)
     assert len(laptops.nodes()) == 1
+    with pytest.raises(TakenError, match="was rented for the run run-"):
+        laptops.opened("other", fresh=False)
+
+
+def test_of_two_runs_that_ask_at_once_the_second_gives_its_slice_back(laptops):
+    """Both saw that nobody has the title."""
+    first, second = laptops.opened(), laptops.opened("other")
+
+    def instant(method: str) -> None:
+        if method == "POST":
+            laptops.gcloud.instant = lambda method: None
+            first.rent()
+
+    laptops.gcloud.instant = instant
+    with pytest.raises(TakenError, match="was rented for the run run-"):
+        second.rent()
+    assert [node["name"].rpartition("/")[2] for node in laptops.fake.nodes.values()] == [first.slice.name]
+
+
+def test_a_title_that_another_run_took_while_a_setup_lasted_is_not_taken_back(laptops, monkeypatch):
+    session, machines = laptops.session(), []
+
+    def prepared(remote, spec) -> tuple[str, bool]:
+        other = laptops.project()
+        other.slices.down("demo")
+        laptops.session("other", other)
+        machines.extend(laptops.nodes())
+        return "run-1", True
+
+    monkeypatch.setattr("podium.pods.session.prepare", prepared)
+    with contextlib.suppress(GcloudError):  # what it labels is gone
+        session.start()
+    with pytest.raises(TakenError):
+        session.rent()
+    assert not session.give_back(1, told=False)
+    assert laptops.nodes() == machines
 
 
 def test_a_slice_that_another_laptop_replaced_in_another_zone_is_followed(laptops):
