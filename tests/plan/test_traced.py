@@ -8,8 +8,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tiny_decoder import DECODER
 
-from podium.accelerators import GIB, find_accelerator
+from podium.accelerators import GIB, Accelerator, find_accelerator
+from podium.hlo.cost import Work
+from podium.hlo.memory import Memory
+from podium.plan.compiled import compile_worker
+from podium.plan.compiled.compile_worker import CompiledPhase, Job, LoopedWork
+from podium.plan.compiled.phases import phase_programs
+from podium.plan.planner import repeated_operations
 from podium.plan.traced.absent_devices import absent_devices, absent_programs, measure_lowered, trace_memory
 from podium.plan.traced.lifetimes import TracedMemory
 from podium.plan.traced.operation_table import UnknownOperation
@@ -18,6 +25,8 @@ from podium.run.resolve import resolve
 from podium.run.roles import find_decoder
 from podium.settings import load_settings
 from podium.sharding import make_mesh
+from podium.train.setup import run_spec
+from tests.plan.estimated import tiny_config
 
 GOLDEN_PLANS = Path(__file__).parents[1] / "golden" / "behaviour" / "plans.json"
 MESH = make_mesh("fsdp:4", absent_devices(find_accelerator("v6e-4")))
@@ -177,5 +186,29 @@ def test_programs_of_a_run_are_traced_without_a_compiler_near_to_what_it_says(de
         own = trace_memory(program, machine).peak + sum(program.residents.values())
         code = compiled[phase]["parts_gib"]["code"]
         assert own / GIB == pytest.approx(compiled[phase]["gib"] - code, rel=share), phase
-    prefill = trace_memory(programs["prefill:64"], machine).cost.flops * compiled["prefill"]["calls"]
-    assert prefill == pytest.approx(compiled["prefill"]["flops"], rel=1e-3)
+    for phase, name, calls in (("prefill", "prefill:64", 1), ("update", "update", plan["micro_batches"])):
+        flops = calls * trace_memory(programs[name], machine).cost.flops
+        assert flops == pytest.approx(compiled[phase]["flops"], rel=1e-3)
+
+
+def test_a_plan_names_a_program_of_which_the_compiler_computes_a_part_twice():
+    def compiled(flops: float) -> CompiledPhase:
+        work = LoopedWork(Work(name="", source="", times=0.0, flops=flops), once=1.0, each=2.0)
+        memory = Memory(peak=1, code=0)
+        return CompiledPhase(
+            residents={}, memory=memory, parts={}, largest=(), work=(work,), compile_s=1.0, traced_flops=3e12
+        )
+
+    (said,) = repeated_operations({"update": compiled(1.13e12), "score": compiled(1.01e12)})
+    assert said == "update: the compiler computes 13.0% of its operations a second time"
+
+
+def test_a_compiled_update_does_the_operations_that_were_traced(tmp_path, monkeypatch):
+    config, mesh = tiny_config(), make_mesh("auto")
+    machine = Accelerator(name="cpu-8", generation="cpu", devices=8, hosts=1, hbm_bytes=2**30)
+    spec = run_spec(config, DECODER, mesh)
+    job = Job(phase="update", config=config, decoder=DECODER, accelerator=machine, programs=tmp_path)
+    found = compile_worker._finished(job, spec, phase_programs(spec, mesh)["update"].lower(), {})
+    assert isinstance(found, CompiledPhase) and found.doubts == ()
+    assert found.traced_flops > 0
+    assert found.cost(1.0).flops == pytest.approx(found.traced_flops, rel=0.02)

@@ -33,7 +33,8 @@ BITS = {"i1": 8, "f8E4M3FN": 8, "f8E5M2": 8, "f8E8M0FNU": 8, "f4E2M1FN": 4}
 """Bits of an element in memory, of types whose name does not say them."""
 MOVES = ("broadcast_in_dim", "dynamic_slice", "reshape", "slice", "transpose")
 """Operations whose result lies where their first operand does."""
-_FLOPS = re.compile(r'\\*"flops\\*":\s*\\*"?(\d+)')
+_QUOTE = r'(?:\\+22|\\*")'
+_FLOPS = re.compile(rf"flops{_QUOTE}:\s*{_QUOTE}?(\d+)")
 _AXES = re.compile(r'"(\w+)"(?::\(\d+\)(\d+))?')
 """An axis of the mesh in an attribute, and the size of the part of it that is meant, if not all."""
 _PAIRS = re.compile(r"output_tuple_indices = \[(\d*)\],\s*operand_index = (\d+)")
@@ -260,7 +261,7 @@ class _Reader:
             return found.writes[0].host == found.reads[0].host
         if target in KERNELS:
             found.kernel = True
-            declared = _FLOPS.search(str(own.attributes))
+            declared = _FLOPS.search(" ".join(str(own.attributes[key]) for key in own.attributes))
             found.flops = float(declared[1]) if declared else 0.0
         elif target not in LIBRARY_CALLS:
             raise UnknownOperation(f"stablehlo.custom_call @{target}")
