@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from podium.certify.check_result import Check
-from podium.certify.numbers_task import LETTERS, STOPS, LetterBackend, has_ended, is_open
+from podium.certify.numbers_task import LETTERS, PIECES, STOPS, LetterBackend, has_ended, is_open
 from podium.models.text.tokenizer import Tokenizer
 from podium.rollout.request import Completion, Request, SamplingParams
 from podium.rollout.sequence import sequences_of
@@ -33,7 +33,7 @@ def ends_check() -> Check:
 def _answers() -> Iterator[Sequence[int]]:
     """Yield tokens longer than the limit, for each end and each place at which it can be complete, or come too late."""
     random = np.random.default_rng(0)
-    ends = [[0], *([LETTERS + ord(letter) - ord("a") for letter in stop] for stop in STOPS)]
+    ends = [[0], *([LETTERS + PIECES.index(letter) for letter in stop] for stop in STOPS)]
     for end, place in itertools.product(ends, range(1, LIMIT + 2)):
         before: list[int] = []
         while len(before) < place - len(end):

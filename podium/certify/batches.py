@@ -23,7 +23,7 @@ from podium.certify.subject import Subject, episodes_of
 from podium.certify.updates import Form, Updates, privileged_sizes, sizes_of, usable_form
 from podium.rollout.transcript import Transcript
 from podium.sampling.groups import Group
-from podium.sharding import Params
+from podium.sharding import Params, make_mesh
 from podium.tasks.mixture import TaskPrompt
 from podium.train.batches.batch import Batch
 from podium.train.batches.prepare import prepare_step
@@ -57,7 +57,7 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
     """Check batches of the config's algorithm in every packing, and of every recipe with options that affect them."""
     subject = updates.subject
     own = Variant(subject.recipe, subject.rules).usable
-    pairs = [(form, each) for form in FORMS for each in own]
+    pairs = [(form, each) for form in (*FORMS, *_on_two_devices()) for each in own]
     others: list[Variant] = []
     compared: list[Compared] = []
     if subject.rules.preferences:  # whose rewards are labels, not those of completions of one prompt
@@ -70,6 +70,14 @@ def batch_checks(updates: Updates) -> Iterator[Check]:
     compared += [Compared(updates, FORMS[-1], each, subject.failing_groups) for each in others if each.may_fail]
     yield from _placing_checks(compared)
     yield from _number_checks(compared, subject.rules)
+
+
+def _on_two_devices() -> list[Form]:
+    """The form in which devices share the rows of micro-batches, whose work is balanced; empty if there is one
+    device.
+    """
+    devices = jax.devices() if len(jax.devices()) > 1 else jax.devices("cpu")
+    return [Form(rows=4, devices=make_mesh("dp:2", devices[:2]))] if len(devices) > 1 else []
 
 
 def _placing_checks(compared: Sequence["Compared"]) -> Iterator[Check]:

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from podium.algorithms.recipes import Recipe
 from podium.certify.batches import OF_BATCH
 from podium.certify.check_result import BAR, RUN_BAR, Check, largest
-from podium.certify.drawn import OF_MODEL, fits, sampling_checks, versions_of
+from podium.certify.drawn import OF_MODEL, experts_check, fits, sampling_checks, versions_of
 from podium.certify.evaluated import evaluation_check
 from podium.certify.followed import Followed, follow, rules_of_run
 from podium.certify.formulas import BFLOAT16_BAR, BFLOAT16_MUON_BAR, CLAIMS, MUON_BAR
@@ -21,18 +20,19 @@ from podium.certify.ledgers import Ledger
 from podium.certify.naive import in_float64
 from podium.certify.naive_draws import request_seed
 from podium.certify.naive_optimizer import NaiveOptimizer
-from podium.certify.numbers_task import LetterBackend, Numbers
+from podium.certify.numbers_task import LetterBackend, Numbers, asked_tokens
 from podium.certify.prompt_order import superfluous, taken_prompts
+from podium.certify.reported import reports_check
 from podium.certify.small_run import make_subject, with_other_options
 from podium.certify.subject import Subject, episodes_of, shortest_prompt
-from podium.certify.talk import Asked, asked, is_right
+from podium.certify.talk import Asked, asked, demonstrated, is_right
 from podium.certify.tiny import Arrays
 from podium.certify.training import OptimizerStep, Step, Training, watch_training
 from podium.certify.updates import Updates, weight_difference
 from podium.config.optimizer import OptimizerConfig
 from podium.models.params import trained_specs
 from podium.sampling.groups import Group
-from podium.tasks.task import Prompt, TaskSource
+from podium.tasks.task import TaskSource
 
 OF_UPDATE = (
     *OF_BATCH,
@@ -95,6 +95,8 @@ def _answer_checks(subject: Subject, training: Training) -> Iterator[Check]:
         )
     if not subject.recipe.demonstrations and _answers_fit(subject, training):
         yield from sampling_checks(subject, training, [each.numbers for each in taken], talk)
+        if subject.decoder.choices:
+            yield experts_check(subject, training)
     yield Check(
         name="episodes",
         claim="every episode answers its own prompt, ends where it must, and has the reward of its text",
@@ -148,6 +150,7 @@ def _update_checks(subject: Subject, training: Training) -> Iterator[Check]:
         bar=_weight_bar(training.config.train.optimizer),
         after=("schedule", f"optimizer {name}", "optimizer steps"),
     )
+    yield reports_check(subject, training, followed, (*causes, "training", "new weights"))
     for each in learning:
         yield from _learning_checks(training, each, followed, (*causes, "value update"))
     yield Check(
@@ -240,7 +243,12 @@ def _carried_checks(subject: Subject, training: Training, followed: Sequence[Fol
 
 def _wrongly_learned(step: Step) -> int:
     """Number of a step's groups whose share of right answers was not reported, or reported wrongly."""
-    shares = [(group.prompt.prompt.id, [reward.parts["correct"] for reward in group.rewards]) for group in step.groups]
+    graded = [[reward for reward in group.rewards if not reward.failed] for group in step.groups]
+    shares = [
+        (group.prompt.prompt.id, [reward.parts["correct"] for reward in own])
+        for group, own in zip(step.groups, graded, strict=True)
+        if own
+    ]
     expected = sorted((question, min(1.0, sum(own) / len(own))) for question, own in shares)
     found = sorted(step.shares)
     pairs = zip(found, expected, strict=False)
@@ -262,13 +270,13 @@ def _wrong_episodes(subject: Subject, training: Training, group: Group, number: 
     question, seed = group.prompt.prompt.id, request_seed(training.config.seed, "train", number)
     numbers = Numbers(TaskSource(), vocab=subject.decoder.vocab, shortest=shortest_prompt(subject.recipe))
     known = {each.id: each for each in numbers.prompts("train")}
-    encode = LetterBackend().encode
+    prompt, encode = asked_tokens(known[question].question, tools=subject.converses), LetterBackend().encode
     wrong = 0
     given = demonstrated(subject.recipe, known[question])
     for place, (episode, transcript, reward) in enumerate(
         zip(episodes_of(group), group.transcripts, group.rewards, strict=True)
     ):
-        right = episode.prompt == tuple(encode(known[question].question))
+        right = episode.prompt == prompt
         if subject.recipe.demonstrations:
             text, paid = given[place]
             right &= episode.tokens == (*encode(text), 0) and episode.reward == paid
@@ -286,15 +294,6 @@ def _has_greedy(subject: Subject, training: Training, group: Group, own: Asked) 
     if greedy is None or not np.array_equal(greedy.transcript.prompt, group.transcripts[0].prompt):
         return False
     return is_right(subject, training, own, greedy.transcript, greedy.reward)
-
-
-def demonstrated(recipe: Recipe, prompt: Prompt) -> list[tuple[str, float]]:
-    """The completions that the data has for a prompt, with their rewards."""
-    if recipe.data_form == "pair":
-        return [(prompt.metadata["chosen"], 1.0), (prompt.metadata["rejected"], -1.0)]
-    if recipe.data_form == "label":
-        return [(prompt.metadata["completion"], 1.0 if prompt.metadata["label"] else -1.0)]
-    return [(prompt.answer, 1.0)]
 
 
 def _unlike_the_engine(training: Training) -> int:

@@ -128,6 +128,48 @@ def sampling_checks(
     )
 
 
+def experts_check(subject: Subject, training: Training) -> Check:
+    """Check the experts that were recorded with a run's tokens, also of those that an older version drew."""
+    every = [each for step in training.steps for group in step.groups for each in group.transcripts]
+    size = subject.room.episodes
+    return Check(
+        name="recorded experts",
+        claim="with each drawn token those experts are recorded that its weights' router chose for the token before it",
+        difference=largest(
+            _experts_error(subject, training, every[first : first + size]) for first in range(0, len(every), size)
+        ),
+        after=("hand-over",),
+    )
+
+
+def _experts_error(subject: Subject, training: Training, transcripts: Sequence[Transcript]) -> float:
+    """By how much the share of a recorded expert is below the least one that is chosen; infinite if one is missing."""
+    tokens, _ = padded_tokens([episode_of(each, FAILED) for each in transcripts], subject.room)
+    spans = [
+        (row, sum(len(other.tokens) for other in each.spans[:place]), span)
+        for row, each in enumerate(transcripts)
+        for place, span in enumerate(each.spans)
+        if span.drawn
+    ]
+    errors: list[float] = []
+    for version in {number for _, _, span in spans for number in span.versions.tolist()}:
+        shares = subject.naive_router_shares(tokens, training.version(version))  # [S, T, K, E]
+        least = np.sort(shares, axis=3)[..., -subject.decoder.routed[0][1].top]
+        for row, begin, span in spans:
+            if span.choices is None:
+                return np.inf
+            own = np.flatnonzero(span.versions == version)
+            if not len(own):
+                continue
+            at = begin + own - 1
+            chosen = span.choices[own].reshape(len(own), shares.shape[2], -1).astype(int)  # [n, K, top]
+            if (chosen >= shares.shape[3]).any() or (np.diff(np.sort(chosen, axis=2), axis=2) == 0).any():
+                return np.inf
+            found = np.take_along_axis(shares[row, at], chosen, axis=2)
+            errors.append(float((least[row, at][..., None] - found).max(initial=0.0)))
+    return largest(errors)
+
+
 def _greedy_check(subject: Subject, training: Training, sampling: Sampling, highest: float) -> Check:
     """Check greedy completions; `highest` is the largest log-probability of a run's tokens, as an absolute value."""
     greedy = [group.greedy for step in training.steps for group in step.groups if group.greedy is not None]

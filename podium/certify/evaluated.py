@@ -8,18 +8,20 @@ import numpy as np
 from podium.certify.check_result import Check
 from podium.certify.drawn import DRAW_BAR, OF_MODEL, OF_SAMPLER, Drawing, Sampling, compared, fits
 from podium.certify.naive_draws import NO_CUT, Cut, request_seed
-from podium.certify.numbers_task import EVALUATED, TOO_LONG
+from podium.certify.naive_rules import KL_TO
+from podium.certify.numbers_task import EVALUATED, TOO_LONG, Numbers, asked_tokens
 from podium.certify.small_run import EVAL_SAMPLES
-from podium.certify.subject import Subject
-from podium.certify.talk import asked, is_right
+from podium.certify.subject import Subject, shortest_prompt
+from podium.certify.talk import asked, demonstrated, is_right
 from podium.certify.training import Evaluated, Training
-from podium.observe.stats import TaskScores
+from podium.observe.stats import PreferenceStats, TaskScores
 from podium.sampling.groups import Group
-from podium.tasks.task import Reward
+from podium.tasks.task import Prompt, Reward, TaskSource
 
 OF_RUN = ("ends of answers", "order of prompts", "conversations", "episodes")
 OF_DRAWS = ("hand-over", "repetition penalty", "cuts", "draws")
 LIKELIEST = 1e-4  # nats by which a greedy token may be less likely than the likeliest one, since rounding may swap them
+REWARD_BAR = 1e-4  # of rewards of preferences, in nats: sums of log-ratios in float32
 Z_95 = 1.959963984540054  # standard deviations that hold 95 % of a normal distribution
 ASKED = [(index, question) for index, question in enumerate(EVALUATED) if question != TOO_LONG]
 """Questions that fit into a prompt, each with its index in EVALUATED."""
@@ -35,6 +37,7 @@ def evaluation_check(subject: Subject, training: Training) -> Check:
         _wrong_answers(subject, training, found, found.sampled),
         _wrong_draws(subject, training, found) if fits(subject, (*found.greedy, *found.sampled)) else 1,
         _wrong_scores(found),
+        _wrong_preferences(subject, training, found.preferences),
     ]
     return Check(
         name="evaluation",
@@ -52,7 +55,7 @@ def _wrong_answers(subject: Subject, training: Training, found: Evaluated, group
     for (index, question), group in zip(ASKED, groups, strict=False):
         wrong += (group.prompt.prompt.id, len(group.transcripts)) != (question, count)
         for place, pair in enumerate(zip(group.transcripts, group.rewards, strict=True)):
-            own = asked(training, question, _seed(training, found, index), place)
+            own = asked(training, question, _seed(training, found, index), place, fails=False)
             wrong += not is_right(subject, training, own, *pair)
     return wrong
 
@@ -112,6 +115,39 @@ def _wrong_scores(found: Evaluated) -> int:
         *((error, 0.0) for error in _interval_errors(scores, n)),
     )
     return sum(1 for own, expected in pairs if own is None or abs(own - expected) > 1e-9)
+
+
+def _wrong_preferences(subject: Subject, training: Training, told: PreferenceStats | None) -> int:
+    """Number of wrong means, and of a wrong share, of the rewards of held-out preferences."""
+    rules = subject.rules
+    if told is None or training.settings.moving:  # with a model that moves on, too
+        return int(rules.preferences and told is None)
+    numbers = Numbers(TaskSource(), vocab=subject.decoder.vocab, shortest=shortest_prompt(subject.recipe))
+    asked = [each for each in numbers.prompts("eval") if each.id != TOO_LONG]
+    given = [(each, *answer) for each in asked for answer in demonstrated(subject.recipe, each)]
+    size = subject.room.episodes
+    parts = [given[first : first + size] for first in range(0, len(given), size)]
+    sums = np.concatenate([_log_ratios(subject, training, [(each, text) for each, text, _ in part]) for part in parts])
+    rewards = rules.loss_options.get("beta", 0.1) * sums
+    chosen = np.array([paid > 0 for _, _, paid in given])
+    pairs = [(told.chosen, rewards[chosen].mean()), (told.rejected, rewards[~chosen].mean())]
+    if subject.recipe.data_form == "pair":
+        pairs.append((told.accuracy, np.mean(rewards[chosen] > rewards[~chosen])))
+    return sum(1 for own, expected in pairs if own is None or abs(own - expected) > REWARD_BAR)
+
+
+def _log_ratios(subject: Subject, training: Training, answers: Sequence[tuple[Prompt, str]]) -> np.ndarray:
+    """The log-ratio of the last policy to the model that it is compared with for each answer, in nats, [n]."""
+    episodes = [(asked_tokens(prompt.question, tools=False), (*map(int, text.split()), 0)) for prompt, text in answers]
+    tokens = np.zeros((subject.room.episodes, subject.room.prompt + subject.room.continuation), np.int32)
+    starts = np.ones(len(tokens), np.int32)
+    for row, (prompt, answer) in enumerate(episodes):
+        tokens[row, : len(prompt) + len(answer)] = (*prompt, *answer)
+        starts[row] = len(prompt)
+    (other,) = (each for each in subject.models.values() if each.role.scores == KL_TO)
+    now = subject.naive_scores(tokens, starts, training.weights).logprobs
+    before = subject.naive_scores(tokens, starts, other.weights, decoder=other.decoder).logprobs
+    return np.array([(now - before)[row, : len(answer)].sum() for row, (_, answer) in enumerate(episodes)])
 
 
 def _share_of_sets(right: np.ndarray, size: int) -> float:

@@ -18,7 +18,7 @@ from podium.certify.naive_rules import KL_TO, Rules
 from podium.certify.naive_run import Coefficients, moved_weights
 from podium.certify.subject import NaiveModel, Subject
 from podium.certify.tiny import Arrays
-from podium.certify.training import OptimizerStep, Step, Training
+from podium.certify.training import SHORT_STEP, OptimizerStep, Step, Training
 from podium.certify.updates import (
     NaiveUpdate,
     Update,
@@ -117,6 +117,7 @@ def follow(subject: Subject, training: Training) -> list[Followed]:
         others = {**{name: own.now for name, own in moved.items()}, **{name: step.models[name] for name in left}}
         own = dataclasses.replace(rules, kl_coef=coefs.kl_coef)
         sequences = subject.naive_steps(step.groups, own, step.weights, others)
+        sequences = sequences[: len(sequences) - (bool(left) and number == SHORT_STEP)]
         updates: list[NaiveUpdate] = []
         applied: list[Coefficients] = []
         now = coefs

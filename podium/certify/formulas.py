@@ -11,6 +11,8 @@ import numpy as np
 from podium.algorithms.losses import Tokens, entropy_loss, policy_loss
 from podium.certify.answer_ends import ends_check
 from podium.certify.check_result import Check, largest
+from podium.certify.known_answers import grades_check
+from podium.certify.made_up_rewards import rewards_check
 from podium.certify.mixtures import choice_check, mixture_check
 from podium.certify.naive import Scores, Sequences, in_float64, kl_losses, objective, policy_losses
 from podium.certify.naive_optimizer import Arrays, NaiveOptimizer, gradient_norm, scheduled_rate
@@ -23,6 +25,8 @@ from podium.certify.naive_rules import (
     UNCERTAIN,
     Rules,
 )
+from podium.certify.plays import plays_check
+from podium.certify.rounded_weights import rounding_check
 from podium.certify.sampler_check import sampling_check
 from podium.certify.small_moments import moments_check
 from podium.certify.subject import Subject
@@ -135,7 +139,7 @@ of 2^-24 becomes 3e-5 of the result in each of a few sums."""
 
 
 def formula_checks(updates: Updates) -> Iterator[Check]:
-    """Check formulas: losses, learning rates, update rules, and draws of tokens and prompts."""
+    """Check formulas: losses, learning rates, update rules, rewards, and draws of tokens and prompts."""
     subject = updates.subject
     if subject.rules.preferences:
         yield Check(
@@ -171,10 +175,14 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
     )
     yield from _rule_checks()
     yield moments_check()
+    yield rounding_check()
     yield sampling_check()
     yield mixture_check(updates.subject.rollouts.spec)
     yield choice_check()
     yield ends_check()
+    yield rewards_check()
+    yield grades_check(updates.subject.user.tasks)
+    yield plays_check(updates.subject.user.tasks)
 
 
 def formula_cases(own: Rules) -> dict[str, list[Changes]]:

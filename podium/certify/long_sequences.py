@@ -8,13 +8,15 @@ import numpy as np
 from podium.certify.batches import OF_BATCH
 from podium.certify.check_result import Check, largest
 from podium.certify.formulas import CLAIMS
-from podium.certify.subject import LONG, Subject, with_long_sequences
+from podium.certify.subject import LONG, LONG_PAGE_TOKENS, Subject, one_device, with_long_sequences
 from podium.certify.updates import Form, Updates, gradient_difference, loss_difference
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Completion, Key
 
 ROW_TOKENS = LONG.longest_prompt + 2 * LONG.completion
 ROWS = 2
+CROWDED_TOKENS = 40 * LONG_PAGE_TOKENS
+"""Tokens of a cache that is too small for all conversations at once; all prompts together have 38 pages."""
 TURN_TOKENS = 9
 REPLY = (3, 1, 4, 1, 5)
 """What is given between two turns of at most TURN_TOKENS each."""
@@ -33,12 +35,21 @@ def long_checks(updates: Updates) -> Iterator[Check]:
         difference=float(max(errors) / np.abs(naive).max()),
         after=("sampling", "log-probabilities", "temperature", "sampler"),
     )
-    yield Check(
-        name="later turns",
-        claim="the sampler's log-probabilities in a conversation's second turn are those of the naive model",
-        difference=_later_turns_error(subject),
-        after=("sampling", "log-probabilities", "temperature", "sampler", "long completions"),
+    kept = ("later turns", "conversations that are parked while an environment replies", subject)
+    evicted = (
+        "evicted turns",
+        "parked conversations that have lost their pages and recurrent states",
+        _crowded(subject),
     )
+    causes = ("sampling", "log-probabilities", "temperature", "sampler", "long completions")
+    for name, where, own in (kept, evicted):
+        yield Check(
+            name=name,
+            claim=f"the sampler's log-probabilities in the second turn of {where} are those of the naive model",
+            difference=_later_turns_error(own),
+            after=causes,
+        )
+        causes = (*causes, name)
     long = Updates(subject, updates.recipe)
     (found,), expected = long.run(Form(rows=ROWS, row_tokens=ROW_TOKENS, train={})), long.naive(subject.weights)
     difference = largest(
@@ -56,11 +67,20 @@ def long_checks(updates: Updates) -> Iterator[Check]:
     )
 
 
+def _crowded(subject: Subject) -> Subject:
+    """The same subject with a cache that has room for some of its conversations."""
+    few = {"slots": subject.config.rollout.slots // 2, "cache_tokens": CROWDED_TOKENS, "reproducible": False}
+    rollout = subject.config.rollout.model_copy(update=few)
+    return dataclasses.replace(subject, config=subject.config.model_copy(update={"rollout": rollout}))
+
+
 def _later_turns_error(subject: Subject) -> float:
     """The largest error of a log-probability in conversations of two turns, relative to the largest one.
 
     Between the turns the engine parks them, as while an environment replies.
     """
+    mesh = one_device()
+    subject.rollouts.load(subject.trained(mesh), subject.frozen(mesh))
     engine, requests = subject.rollouts.engine, subject.requests
     settings = dataclasses.replace(requests[0].sampling, max_new_tokens=TURN_TOKENS)
     asked = {engine.submit(dataclasses.replace(each, sampling=settings, keep=True)): each.prompt for each in requests}
@@ -78,6 +98,7 @@ def _later_turns_error(subject: Subject) -> float:
     for row, (key, last) in enumerate(second.items()):
         begin = len(first[key].tokens) + len(REPLY)
         errors.append(float(np.abs(last.full_logprobs - naive[row, begin : begin + len(last.tokens)]).max()))
+    print(engine.stats())
     return largest(errors) / float(np.abs(naive).max())
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from podium.certify.check_result import Check
 from podium.certify.naive_draws import request_seed
 from podium.certify.naive_mixture import Draw, NaiveMixture
-from podium.certify.numbers_task import LONGEST_QUESTION, NAME, QUESTIONS, LetterBackend
+from podium.certify.numbers_task import LONGEST_PROMPT, NAME, QUESTIONS, LetterBackend
 from podium.config.data import DataConfig, ProgressConfig, RetireConfig
 from podium.config.schema import CurriculumConfig, TaskConfig
 from podium.models.text.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ def _wrong(spec: RolloutSpec, *, levels: int, by_progress: bool = False) -> int:
     data = DataConfig(progress=progress, retire=RETIRE)
     tasks = _tasks(levels)
     prompts = dataclasses.replace(
-        spec.prompts, tasks=tasks, data=data, seed=SEED, max_tokens=LONGEST_QUESTION - plain, privileged=None
+        spec.prompts, tasks=tasks, data=data, seed=SEED, max_tokens=LONGEST_PROMPT - plain, privileged=None
     )
     sizes = [[QUESTIONS]] * (len(tasks) - 1) + [[QUESTIONS] * levels]
     naive = NaiveMixture(SEED, WEIGHTS, sizes, window=WINDOW, spread=SPREAD, by_progress=by_progress, retire=RETIRE)

@@ -108,19 +108,32 @@ def values(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.A
 
 def hidden_states(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.Array:
     """The states [T, D] after the last norm, for one sequence [T]."""
+    return _passed(weights, tokens, decoder)[0]
+
+
+def router_shares(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> jax.Array:
+    """The shares [T, K, E] that the routers of K layers give the E experts, for each token of one sequence [T]."""
+    return jnp.stack(_passed(weights, tokens, decoder)[1], axis=1)
+
+
+def _passed(weights: Weights, tokens: jax.Array, decoder: DecoderConfig) -> tuple[jax.Array, list[jax.Array]]:
+    """The states after the last norm, [T, D], and the shares [T, E] of each layer with experts, layer after layer."""
     x = weights["embed"][tokens] * decoder.embed_scale
-    first = 0
+    first, routed = 0, list[jax.Array]()
     for stack in decoder.stacks:
         places = decoder.places[first : first + len(stack.pattern)]
         first += len(places)
 
         def period(x: jax.Array, each: list[Weights], pattern: tuple[Block, ...] = stack.pattern) -> tuple:
+            shares: list[jax.Array] = []
             for block, w in zip(pattern, each, strict=True):
-                x = _layer(x, w, block, decoder)
-            return x, None
+                x, own = _layer(x, w, block, decoder)
+                shares += [] if own is None else [own]
+            return x, shares
 
-        x, _ = jax.lax.scan(period, x, [_of_place(weights, place.prefix, decoder) for place in places])
-    return _norm(x, weights["final_norm"], decoder)
+        x, shares = jax.lax.scan(period, x, [_of_place(weights, place.prefix, decoder) for place in places])
+        routed += [own[repeat] for repeat in range(stack.repeats) for own in shares]
+    return _norm(x, weights["final_norm"], decoder), routed
 
 
 def _of_place(weights: Weights, prefix: str, decoder: DecoderConfig) -> Weights:
@@ -143,8 +156,9 @@ def _norm(x: jax.Array, scale: jax.Array, decoder: DecoderConfig) -> jax.Array:
     return y * jnp.expand_dims(decoder.norm_offset + scale, range(x.ndim - 1))
 
 
-def _layer(x: jax.Array, w: Weights, block: Block, decoder: DecoderConfig) -> jax.Array:
-    """The output of a layer, [T, D]."""
+def _layer(x: jax.Array, w: Weights, block: Block, decoder: DecoderConfig) -> tuple[jax.Array, jax.Array | None]:
+    """The output of a layer, [T, D], and the shares that its router gives the experts, [T, E] (None: no experts)."""
+    shares = None
     mixer, after = block.kinds
     y = _norm(x, w["attention_norm"], decoder)
     if isinstance(mixer, DeltaNet):
@@ -155,11 +169,13 @@ def _layer(x: jax.Array, w: Weights, block: Block, decoder: DecoderConfig) -> ja
     x = x + (_norm(found, w["attention_out_norm"], decoder) if block.norms_behind else found)
     y = _norm(x, w["mlp_norm"], decoder)
     if isinstance(after, Experts):
-        found = _of_experts(y, w, after)
+        logits = y @ w["router"] + (w["router_bias"][None] if after.bias else 0.0)
+        shares = jax.nn.softmax(logits, axis=-1)
+        found = _of_experts(y, w, after, shares)
     else:
         assert isinstance(after, Mlp), "tiny_clone refuses other kinds"
         found = _gated(y, w["gate"], w["up"], w["down"], after.activation)
-    return x + (_norm(found, w["mlp_out_norm"], decoder) if block.norms_behind else found)
+    return x + (_norm(found, w["mlp_out_norm"], decoder) if block.norms_behind else found), shares
 
 
 def _gated(
@@ -186,10 +202,11 @@ def _gated(
     return made + biases[2][None] if biases else made
 
 
-def _of_experts(y: jax.Array, w: Weights, experts: Experts) -> jax.Array:
-    """The output [T, D] of a mixture of experts for `y` [T, D]: all compute every token, most with a share of 0."""
-    logits = y @ w["router"] + (w["router_bias"][None] if experts.bias else 0.0)
-    shares = jax.nn.softmax(logits, axis=-1)  # [T, E]
+def _of_experts(y: jax.Array, w: Weights, experts: Experts, shares: jax.Array) -> jax.Array:
+    """The output [T, D] of a mixture of experts for `y` [T, D]: all compute every token, most with a share of 0.
+
+    `shares` [T, E] are the router's.
+    """
     least = jnp.sort(shares, axis=-1)[:, -experts.top, None]
     shares = jnp.where(shares >= least, shares, 0.0)
     if experts.normalized:

@@ -14,10 +14,18 @@ from podium.algorithms.recipe_options import make_recipe
 from podium.algorithms.recipes import Recipe
 from podium.certify.naive_optimizer import gradient_norm
 from podium.certify.naive_rules import KL_TO, Distillation, Rules, rules_of
-from podium.certify.numbers_task import CONVERSATIONS, LONGEST_QUESTION, LONGEST_REPLY, NAME, STOPS, TURNS
+from podium.certify.numbers_task import (
+    CONVERSATIONS,
+    LONGEST_MESSAGE,
+    LONGEST_PROMPT,
+    LONGEST_REPLY,
+    MOST_CALLS,
+    NAME,
+    STOPS,
+    TURNS,
+)
 from podium.certify.subject import (
     HINT,
-    LONGEST_PROMPT,
     MAX_NEW_TOKENS,
     PROMPTS,
     ROW_TOKENS,
@@ -51,7 +59,7 @@ from podium.tasks.conversations.environment_forms import conversing
 from podium.train.setup import load_weights, make_model
 
 COMPLETIONS = 4
-LONGEST_CONVERSATION = LONGEST_QUESTION + 2 * MAX_NEW_TOKENS + LONGEST_REPLY
+LONGEST_CONVERSATION = LONGEST_PROMPT + 2 * MAX_NEW_TOKENS + LONGEST_REPLY
 """Tokens of the longest conversation in the run that is watched: some are cut before their last turn."""
 OTHER_SEED = 7  # replaces a seed of 0
 OTHER_THAN_1 = 0.9  # replaces a temperature of 1, at which a missing division would not show
@@ -62,8 +70,10 @@ CACHE_SHARE = 0.35  # of the cache tokens that all slots need at most, so that s
 EVAL_SAMPLES = 2  # answers to each evaluation question, besides the greedy one
 EVAL_TEMPERATURE = 0.7  # replaces a temperature of 1
 MOST_DRAWN = 24  # tokens that the model draws in a conversation, which cuts some of them
+RETRIES = 1  # restarts of a conversation whose environment failed
 OVERLONG_TOKENS = 6  # last tokens before MAX_NEW_TOKENS, over which the length reward falls
 REWARDS = {"correct": 0.8, "length": 0.3}
+"""Weights of parts of the reward. Without the length, which is never positive, totals may be equal in a group."""
 PRIVILEGED = "{question} {answer}"
 """The template of a privileged prompt; the naive implementation joins its tokens in its own code."""
 STEPS = 4
@@ -114,10 +124,11 @@ def make_subject(config: Config, *, full: bool = False) -> Subject:
         own_prompts = teacher.prompt == "privileged"
         distilled = Distillation(teacher.weight, teacher.loss, reverse=teacher.reverse, own_prompts=own_prompts)
         rules = dataclasses.replace(rules, distilled=distilled)
-    charged = rules.advantage != "maxrl"  # its rewards must not be negative
+    by_totals = rules.zero_variance != "keep" and rules.zero_variance_metric is None
+    parts = ("correct",) if by_totals or rules.advantage == "maxrl" else tuple(REWARDS)
     name = NAME if config.rollout.max_episode_tokens is None else CONVERSATIONS
     options: dict[str, object] = {"vocab": decoder.vocab, "shortest": shortest_prompt(recipe)}
-    task = TaskConfig(name=name, options=options, rewards=REWARDS if charged else {"correct": 0.8})
+    task = TaskConfig(name=name, options=options, rewards={each: REWARDS[each] for each in parts})
     config = config.model_copy(update={"tasks": [task]})
     return Subject(
         user=user,
@@ -164,7 +175,7 @@ def _small_step(config: Config) -> Config:
     twice = make_recipe(alone, group_size=group, prompts_per_step=2 * alone.minibatches)
     _check_naive(alone, twice)
     algorithm: dict[str, object] = {"minibatches": 1, "updates_per_batch": 1 if twice.loss == "reinforce" else 2}
-    if alone.zero_variance_metric is not None or twice.zero_variance == "refill":
+    if alone.zero_variance_metric is not None:
         algorithm["zero_variance_metric"] = "correct"  # a question of the subject's task is never right
     talks = not twice.demonstrations and any(conversing(task) is not None for task in config.tasks)
     row_tokens = LONGEST_PROMPT + 2 * MAX_NEW_TOKENS if twice.data_form == "pair" else ROW_TOKENS
@@ -181,7 +192,9 @@ def _small_step(config: Config) -> Config:
         "train": config.train.model_copy(update={**sizes, "dtype": "float32", "replay_routing": False}),
         "algorithm": alone.model_copy(update=algorithm),
         "grading": GradingConfig(workers=0, overlong_buffer_tokens=OVERLONG_TOKENS),
-        "environments": EnvironmentsConfig(workers=0, retries=0, group_seed=config.environments.group_seed),
+        "environments": EnvironmentsConfig(
+            workers=0, retries=RETRIES, max_failed=1.0, group_seed=config.environments.group_seed
+        ),
         "data": DataConfig(),  # the subject's task has few prompts
         "reward_models": [],  # rewards are an input of the update; the subject's task has its own
     }
@@ -223,7 +236,12 @@ def _small_rollout(given: RolloutConfig, group: int, *, talks: bool) -> RolloutC
     lengths = {"max_prompt_tokens": LONGEST_PROMPT, "max_new_tokens": MAX_NEW_TOKENS, "stop": list(STOPS)}
     lengths |= {
         "max_episode_tokens": LONGEST_CONVERSATION if talks else None,
-        "limits": LimitsConfig(max_turns=TURNS, max_drawn_tokens=MOST_DRAWN),
+        "limits": LimitsConfig(
+            max_turns=TURNS,
+            max_drawn_tokens=MOST_DRAWN,
+            max_tool_calls=MOST_CALLS,
+            max_reply_tokens=LONGEST_MESSAGE,
+        ),
     }
     longest = LONGEST_CONVERSATION if talks else LONGEST_PROMPT + MAX_NEW_TOKENS
     slots = {"slots": PROMPTS * group, "prefill_rows": PROMPTS, "layout": "replicated", "refill_steps": 2}
@@ -314,10 +332,10 @@ def of_rewards_alone(recipe: Recipe) -> Recipe:
 
 
 def with_other_options(subject: Subject) -> Subject:
-    """The same subject with GRPO and options that most configs leave unset; each of them affects an update.
+    """The same subject with options that most configs leave unset; each of them affects an update.
 
-    Each prompt is a minibatch, so that a step without one of them has fewer optimizer steps; and each completion is a
-    micro-batch, so that a mean over one of them differs from that over the minibatch.
+    The recipe is GRPO. Each prompt is a minibatch, so that a step without one of them has fewer optimizer steps; and
+    each completion is a micro-batch, so that a mean over one of them differs from that over the minibatch.
     """
     algorithm = AlgorithmConfig(
         recipe="grpo",

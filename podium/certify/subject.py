@@ -12,13 +12,19 @@ import numpy as np
 
 from podium.algorithms.recipes import Recipe
 from podium.certify.check_result import BAR, RECURRENT_BAR
-from podium.certify.naive import Scores, Sequences, continuation_values, distributions, in_float64, scores, wide
+from podium.certify.naive import (
+    Scores,
+    Sequences,
+    continuation_values,
+    distributions,
+    in_float64,
+    router_shares,
+    scores,
+    wide,
+)
 from podium.certify.naive_rules import ENTROPY, OLD_LOGPROBS, Rules
 from podium.certify.naive_step import Episode, Room, Scored, optimizer_steps
-from podium.certify.numbers_task import (
-    LONGEST_QUESTION,
-    LetterBackend,
-)
+from podium.certify.numbers_task import LONGEST_PROMPT, LetterBackend
 from podium.certify.tiny import Arrays, with_long_window
 from podium.config.schema import Config
 from podium.hosts.platform import machine_of
@@ -37,10 +43,9 @@ from podium.tasks.task import FAILED as FAILED_REWARD
 from podium.tasks.task import Prompt, Reward
 
 PROMPTS = 4
-LONGEST_PROMPT = LONGEST_QUESTION
 MAX_NEW_TOKENS = 16
 """The setting in the subject's config; completions of `Subject.groups` have at most `Lengths.completion` tokens."""
-ROW_TOKENS = 28
+ROW_TOKENS = 32
 """Tokens per row of a batch; most rows hold several sequences."""
 NOISE = 0.3  # nat between a recorded log-probability and the sampler's, so that ratios lie on both sides of a clip
 RIGHT, RIGHT_FROM = "right", 0.5
@@ -321,7 +326,16 @@ class Subject:
             )
             return np.asarray(table)
 
+    def naive_router_shares(self, tokens: np.ndarray, weights: Arrays) -> np.ndarray:
+        """The shares that routers give experts, [S, T, K, E] float64, for sequences [S, T] and K layers."""
+        with in_float64():
+            return np.asarray(_router_shares(wide(weights), tokens, decoder=self.decoder))
 
+
+_router_shares = jax.jit(
+    lambda weights, tokens, decoder: jax.vmap(lambda own: router_shares(weights, own, decoder))(tokens),
+    static_argnames="decoder",
+)
 _values = jax.jit(continuation_values, static_argnames=("decoder", "n"))
 _distributions = jax.jit(distributions, static_argnames=("decoder", "n"))
 _scores = jax.jit(scores)
@@ -356,7 +370,7 @@ def episode_of(transcript: Transcript, reward: Reward, baseline: float = np.nan,
             for _ in span.tokens
         ),
         truncated=transcript.finish_reason != "stop",
-        reward=float(reward.total),
+        reward=np.nan if reward.failed else float(reward.total),
         turn_rewards=reward.turns,
         parts=tuple((name, value, reward.weights.get(name)) for name, value in reward.parts.items()),
         baseline=baseline,

@@ -5,13 +5,26 @@ from typing import NamedTuple
 
 import numpy as np
 
+from podium.algorithms.recipes import Recipe
 from podium.certify.naive_draws import environment_seed
-from podium.certify.numbers_task import TURNS, final_pay, following, grade, has_ended, is_open, letters, pay
+from podium.certify.numbers_task import (
+    MOST_CALLS,
+    TURNS,
+    calls_in,
+    fails,
+    final_pay,
+    following,
+    grade,
+    has_ended,
+    is_open,
+    letters,
+    pay,
+)
 from podium.certify.small_run import MOST_DRAWN, OVERLONG_TOKENS
 from podium.certify.subject import MAX_NEW_TOKENS, Subject
 from podium.certify.training import Training
 from podium.rollout.transcript import Span, Transcript
-from podium.tasks.task import Reward
+from podium.tasks.task import Prompt, Reward
 
 
 class Asked(NamedTuple):
@@ -21,12 +34,14 @@ class Asked(NamedTuple):
     """The question's id."""
     environment: int
     """Not read by single answers, which have no environment."""
+    fails: bool = True
+    """Whether the environment may fail, as in training."""
 
 
-def asked(training: Training, question: str, seed: int, place: int) -> Asked:
+def asked(training: Training, question: str, seed: int, place: int, *, fails: bool = True) -> Asked:
     """What the `place`-th answer to a question was asked; `seed` is that of the question's request."""
     own = training.config.environments.group_seed == "own"
-    return Asked(question, environment_seed(seed, place, own=own))
+    return Asked(question, environment_seed(seed, place, own=own), fails)
 
 
 def is_right(subject: Subject, training: Training, asked: Asked, transcript: Transcript, reward: Reward) -> bool:
@@ -57,7 +72,11 @@ def _is_right_talk(subject: Subject, training: Training, asked: Asked, transcrip
     for turn, span in enumerate(spans[1::2]):
         answer = drawn[turn].tokens.tolist()
         right &= tuple(span.tokens.tolist()) == following(answer, turn, subject.decoder.vocab, asked.environment)
-    right &= all(_ended(span) for span in drawn[:-1]) and _ends(subject, transcript, asked.environment)
+    right &= not any(map(fails, range(TURNS), texts[:-1])) or not asked.fails
+    right &= all(map(_ended, drawn[:-1])) and not any(_asks_too_often(texts[:end]) for end in range(1, len(texts)))
+    if transcript.finish_reason == "failed":
+        return right and asked.fails and _heard(drawn[-1], texts) and fails(len(drawn) - 1, texts[-1]) and reward.failed
+    right &= _ends(subject, transcript, texts, asked)
     return right and _paid(training, asked.question, drawn, texts, reward)
 
 
@@ -66,35 +85,57 @@ def _ended(span: Span) -> bool:
     return has_ended(span.tokens.tolist()) and len(span.tokens) <= MAX_NEW_TOKENS
 
 
-def _ends(subject: Subject, transcript: Transcript, environment: int) -> bool:
+def _asks_too_often(texts: Sequence[str]) -> bool:
+    """Whether these answers have more calls than a conversation may have."""
+    return sum(len(calls_in(turn, text)) for turn, text in enumerate(texts)) > MOST_CALLS
+
+
+def _heard(last: Span, texts: Sequence[str]) -> bool:
+    """Whether the environment gets to know the last of some answers: no limit has ended the conversation with it."""
+    return _ended(last) and not _asks_too_often(texts)
+
+
+def _ends(subject: Subject, transcript: Transcript, texts: Sequence[str], asked: Asked) -> bool:
     """Whether the last turn may end the conversation: it is the last one allowed, or a limit cut it."""
     last, drawn = transcript.spans[-1], transcript.num_drawn
-    if not last.drawn or transcript.finish_reason == "stop":
-        return last.drawn and transcript.num_turns == TURNS and _ended(last)
+    if not last.drawn:
+        return False
     if not _ended(last):  # it was cut in its middle
         size = len(last.tokens)
         room = min(MAX_NEW_TOKENS, subject.longest - transcript.num_tokens + size, MOST_DRAWN - drawn + size)
         whole = size == room and is_open(last.tokens.tolist())
         return whole and transcript.finish_reason == ("drawn" if drawn == MOST_DRAWN else "length")
-    reply = following(last.tokens.tolist(), transcript.num_turns - 1, subject.decoder.vocab, environment)
+    if _asks_too_often(texts):
+        return transcript.finish_reason == "calls"
+    if asked.fails and fails(len(texts) - 1, texts[-1]):
+        return False
+    if transcript.num_turns == TURNS:
+        return transcript.finish_reason == "stop"
+    reply = following(last.tokens.tolist(), transcript.num_turns - 1, subject.decoder.vocab, asked.environment)
     full = transcript.num_tokens + len(reply) >= subject.longest
-    reason = "drawn" if drawn == MOST_DRAWN else "length" if full else None
-    return transcript.num_turns < TURNS and transcript.finish_reason == reason
+    return transcript.finish_reason == ("drawn" if drawn == MOST_DRAWN else "length" if full else None)
 
 
 def _paid(training: Training, asked: str, drawn: Sequence[Span], texts: Sequence[str], reward: Reward) -> bool:
     """Whether each turn has the weighted reward that the environment gave it, and the last one also all the rest."""
-    heard = [_ended(span) for span in drawn]  # the environment never sees a turn that was cut
-    paid = [
-        pay(asked, turn, text) if ended else 0.0 for turn, (text, ended) in enumerate(zip(texts, heard, strict=True))
-    ]
-    final = final_pay(next((text for text, ended in zip(reversed(texts), reversed(heard), strict=True) if ended), ""))
+    heard = texts if _heard(drawn[-1], texts) else texts[:-1]
+    paid = [pay(asked, turn, text) for turn, text in enumerate(heard)] + [0.0] * (len(texts) - len(heard))
+    final = final_pay(heard[-1] if heard else "")
     parts = parts_of(training, sum(paid) + final, sum(len(span.tokens) for span in drawn))
     total = weighted(training, parts)
     (task,) = training.config.tasks
     turns = [task.rewards["correct"] * each for each in paid]
     turns[-1] += total - sum(turns)
     return _near(reward.total, total) and np.allclose(reward.turns, turns, rtol=0, atol=1e-6)
+
+
+def demonstrated(recipe: Recipe, prompt: Prompt) -> list[tuple[str, float]]:
+    """The completions that the data has for a prompt, with their rewards."""
+    if recipe.data_form == "pair":
+        return [(prompt.metadata["chosen"], 1.0), (prompt.metadata["rejected"], -1.0)]
+    if recipe.data_form == "label":
+        return [(prompt.metadata["completion"], 1.0 if prompt.metadata["label"] else -1.0)]
+    return [(prompt.answer, 1.0)]
 
 
 def parts_of(training: Training, correct: float, tokens: int) -> dict[str, float]:

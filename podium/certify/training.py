@@ -1,6 +1,6 @@
 """Runs a short training with the regular loop, and records what was sampled, each gradient and each new weight.
 
-`run_steps`, `Sampler` and `Trainer` are those of every run; only progress display and metric records are stubbed. The
+`run_steps`, `Sampler` and `Trainer` are those of every run; only displays and files of records are stubbed. The
 run has several minibatches with several updates each, completions that continue across updates, groups of equal
 rewards, warm-up, weight decay, and clipped gradients. If the config has tools or environments, its prompts are answered
 by conversations, and the tokens that the engine is given of each are recorded.
@@ -27,7 +27,7 @@ from podium.hosts.distributed import AgreedStop
 from podium.hosts.signals import StopSignal
 from podium.job.job_context import alone
 from podium.models.adapters import base_of
-from podium.observe.stats import BatchStats, TaskScores
+from podium.observe.stats import BatchStats, PreferenceStats, TaskScores
 from podium.rollout.request import RolloutStats
 from podium.run.run_spec import AnswerSettings, Role, RunSpec
 from podium.sampling.conversations.carry import Position
@@ -41,13 +41,18 @@ from podium.train.checkpoints.checkpoint import Checkpointer
 from podium.train.checkpoints.saving import SaveTimer, Saving
 from podium.train.evaluate import evaluate
 from podium.train.first_state import Origin, make_optimizers
+from podium.train.held_out import held_out_preferences
 from podium.train.loop import run_steps
 from podium.train.open import RunParts, go_on_sampling, make_source, open_trainer
+from podium.train.recorder import Recorder
 from podium.train.setup import run_spec
 from podium.train.state import TrainState
 from podium.train.step import Metrics, TrainStep
 from podium.train.surroundings import Surroundings
 from podium.train.trainer import Trainer
+
+SHORT_STEP = 2
+"""Index of the step whose last minibatch is taken away, as if it were masked, in a run that trains other models too."""
 
 
 class OptimizerStep(NamedTuple):
@@ -83,6 +88,8 @@ class Step:
     """The shares of right answers that were reported for its groups."""
     position: Position
     """The position in the run's prompts after the step's groups were taken."""
+    metrics: dict[str, float]
+    """The numbers that the run reported of the step, by name."""
 
 
 class Share(NamedTuple):
@@ -103,6 +110,8 @@ class Evaluated(NamedTuple):
     scores: TaskScores
     undisturbed: bool
     """Whether the evaluation left the run's position unchanged."""
+    preferences: PreferenceStats | None
+    """What was reported of held-out preferences; None unless the run learns from preferences."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +162,7 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
         saving = CheckpointConfig(every_steps=spec.steps - 1, every_minutes=0.0)
         checkpointer = Checkpointer(Path(folder) / "checkpoints", saving, origin.weights.base)
         stack.callback(checkpointer.close)
-        run = _make_run(spec, rollouts, trainer, checkpointer, stack)
+        run = _make_run(spec, rollouts, trainer, checkpointer, steps=recorded, resources=stack)
         run_steps(run, state, 0)
         state, saved = checkpointer.restore(spec.steps - 1, origin.abstract())
         go_on_sampling(rollouts, saved, state.params, frozen, done=spec.steps - 1)
@@ -165,7 +174,8 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
         if evaluated:
             if not run.source.draws:
                 rollouts.load(subject.trained(mesh, weights), frozen, version=spec.steps)
-            evaluation = _evaluated(rollouts)
+            last, _ = checkpointer.restore(spec.steps, origin.abstract())
+            evaluation = _evaluated(rollouts, spec, trainer, last)
     return Training(
         settings=settings,
         spec=spec,
@@ -210,26 +220,37 @@ class _SubjectWeights:
 
 
 def _make_run(
-    spec: RunSpec, rollouts: Sampler, trainer: Trainer, checkpointer: Checkpointer, resources: contextlib.ExitStack
+    spec: RunSpec,
+    rollouts: Sampler,
+    trainer: Trainer,
+    checkpointer: Checkpointer,
+    *,
+    steps: Sequence[Step],
+    resources: contextlib.ExitStack,
 ) -> RunParts:
-    """A run without displays and records."""
+    """A run without displays and files of records; the last of `steps` gets what it reports."""
     silent: Any = _Silent()
     stop = AgreedStop(StopSignal())
+    around = Surroundings(run_dir=silent, progress=silent, stop=stop, job=alone())
+
+    def report(step: int, metrics: Mapping[str, float], samples: object) -> None:
+        steps[-1].metrics.update(metrics)
+
     return RunParts(
         spec=spec,
-        around=Surroundings(run_dir=silent, progress=silent, stop=stop, job=alone()),
+        around=around,
         rollouts=rollouts,
         source=make_source(spec, rollouts),
         trainer=trainer,
-        recorder=silent,
+        recorder=Recorder(spec, around, silent, rollouts.feed, check=None, on_step=report),
         saving=Saving(checkpointer, SaveTimer(0.0), stop, to_continue=lambda: ""),
         profiler=silent,
         resources=resources,
     )
 
 
-def _evaluated(rollouts: Sampler) -> Evaluated:
-    """Evaluate the loaded weights."""
+def _evaluated(rollouts: Sampler, spec: RunSpec, trainer: Trainer, state: TrainState) -> Evaluated:
+    """Evaluate the loaded weights, which are those of the state."""
     answered: list[list[Group]] = []
     answer, before = rollouts.answer, rollouts.position.record()
 
@@ -243,7 +264,9 @@ def _evaluated(rollouts: Sampler) -> Evaluated:
     with _replaced(rollouts, "answer", recorded):
         ((label, scores),) = evaluate(rollouts).stats.tasks.items()
     greedy, sampled = answered
-    return Evaluated(greedy, sampled, label, scores, undisturbed=rollouts.position.record() == before)
+    told = held_out_preferences(rollouts.feed, spec, trainer, state) if spec.recipe.preferences else None
+    undisturbed = rollouts.position.record() == before
+    return Evaluated(greedy, sampled, label, scores=scores, undisturbed=undisturbed, preferences=told)
 
 
 @contextlib.contextmanager
@@ -269,6 +292,7 @@ def _watched(trainer: Trainer, rollouts: Sampler, shares: list[Share]) -> Iterat
         state: TrainState, groups: Sequence[Group], demonstrations: Sequence[Group] = ()
     ) -> tuple[list[Batch[jax.Array]], BatchStats]:
         batches, stats = prepare(state, groups, demonstrations)
+        batches = batches[: len(batches) - (bool(trainer.learners) and len(steps) == SHORT_STEP)]
         step = Step(
             weights=_copied({**state.params, **trainer.frozen}),
             groups=groups,
@@ -280,6 +304,7 @@ def _watched(trainer: Trainer, rollouts: Sampler, shares: list[Share]) -> Iterat
             charged=_charged(stats),
             shares=list(shares),
             position=rollouts.position,
+            metrics={},
         )
         steps.append(step)
         shares.clear()
@@ -307,25 +332,10 @@ def _recording(run: TrainStep, into: Callable[[], list[OptimizerStep]]) -> Train
 
 
 class _Silent:
-    """Stands in for a run's view, profiler and recorder, and does nothing."""
+    """Stands in for a run's view, profiler, folder and writer: each of their methods does nothing."""
 
-    def phase(self, name: str) -> None:
-        """Do nothing, as a view."""
-
-    def message(self, text: str) -> None:
-        """Do nothing, as a view."""
-
-    def begin(self, step: int) -> None:
-        """Do nothing, as a profiler."""
-
-    def end(self, step: int) -> None:
-        """Do nothing, as a profiler."""
-
-    def begin_step(self, checkpoint_s: float | None) -> None:
-        """Do nothing, as a recorder."""
-
-    def write(self, *_: object) -> None:
-        """Do nothing, as a recorder."""
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
 
 
 def _copied(params: Mapping[str, jax.Array]) -> Arrays:

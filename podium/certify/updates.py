@@ -31,9 +31,9 @@ from podium.certify.naive import (
     wide,
 )
 from podium.certify.naive_rules import VALUES, Rules
+from podium.certify.numbers_task import LONGEST_PROMPT
 from podium.certify.subject import (
     HINT,
-    LONGEST_PROMPT,
     MAX_NEW_TOKENS,
     PROMPTS,
     ROW_TOKENS,
@@ -47,7 +47,7 @@ from podium.hosts.platform import machine_of
 from podium.models.architecture import DecoderConfig
 from podium.models.params import trained_specs
 from podium.run.resolve import resolve_update
-from podium.run.run_spec import SCORE
+from podium.run.run_spec import SCORE, pair_cost
 from podium.sampling.groups import Group
 from podium.sharding import Params
 from podium.train.batches.batch import Batch, BatchSizes, take
@@ -113,6 +113,8 @@ class NaiveUpdate(NamedTuple):
     """Mean over the trained tokens, in nats."""
     kl: float
     """Mean of the loss's KL over the trained tokens, in nats; 0 without one."""
+    tokens: int
+    """Number of trained tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -307,7 +309,9 @@ def naive_update(
         gradients = {name: np.asarray(of_loss[name]) for name in trained_specs(subject.decoder)}
         norms = {name: max(_norm(value), _norm(np.asarray(of_size[name]))) for name, value in gradients.items()}
         loss, size, entropy, kl = (float(x) for x in found)
-        return NaiveUpdate(loss, gradients, Sizes(size, norms), entropy, kl)
+        return NaiveUpdate(
+            loss, gradients, Sizes(size, norms), entropy=entropy, kl=kl, tokens=int(sequences.valid.sum())
+        )
 
 
 def moved(positions: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -356,6 +360,9 @@ def sizes_of(form: Form, subject: Subject) -> BatchSizes:
         max_rows=PROMPTS * subject.config.group_size,
         packing=form.packing,
         max_new_tokens=subject.longest,
+        devices=form.mesh.size,
+        pairs=subject.recipe.data_form == "pair",
+        pair_cost=pair_cost(subject.decoder),
         choices=subject.decoder.choices if form.train.get("replay_routing") else 0,
         choice_format=subject.decoder.choice_format,
     )

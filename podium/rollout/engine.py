@@ -31,7 +31,6 @@ from podium.rollout.scheduler import DecodeRow, Fill
 from podium.rollout.sequence import (
     LONGEST,
     Sequence,
-    SharedPrompt,
     check_sampling,
     check_tokens,
     sequences_of,
@@ -442,12 +441,14 @@ class RolloutEngine:
     def _record_routes(self, fills: Iterable[Fill], choices: np.ndarray) -> None:
         groups = self._scheduler.queues.groups
         for fill in fills:
-            owner = fill.owner
-            if isinstance(owner, SharedPrompt):  # any of its sequences will do, because they share the prompt's rows
-                group = groups.get(owner.request)
-                owner = None if group is None else next(iter(group.sequences.values()))
-            if owner is not None and owner.routes is not None:
-                owner.routes.record(fill.start + 1, choices[fill.row, : fill.count])
+            owners: Iterable[Sequence] = ()
+            if isinstance(fill.owner, Sequence):
+                owners = (fill.owner,)
+            elif (group := groups.get(fill.owner.request)) is not None:
+                owners = group.sequences.values()  # they share the prompt's rows but the last
+            for owner in owners:
+                if owner.routes is not None:
+                    owner.routes.record(fill.start + 1, choices[fill.row, : fill.count])
 
     def _finish(self, sequence: Sequence) -> None:
         """Free the slot of a sequence whose turn has ended, and queue its completion for `poll`."""

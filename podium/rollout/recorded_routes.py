@@ -15,7 +15,11 @@ class Routes:
     """
 
     def __init__(self, prompt: np.ndarray) -> None:
-        """Start with the rows [p + 1, C] of a prompt of p tokens; the sequences of a request share these rows."""
+        """Start with the rows [p, C] of a prompt of p tokens; the sequences of a request share these rows.
+
+        The row of the prompt's last token is each sequence's own: its first token may be drawn by newer weights than
+        that of another sequence.
+        """
         self._prompt = prompt
         self._later = prompt[:0]
 

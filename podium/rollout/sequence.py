@@ -245,7 +245,7 @@ def sequences_of(
     format. Raises ValueError like `Request.unfinished`.
     """
     made = []
-    shared = unknown(len(request.prompt) + 1, choices, choice_format) if choices else None
+    shared = unknown(len(request.prompt), choices, choice_format) if choices else None
     for index, begun in request.unfinished.items():
         sequence = Sequence(
             key=Key(number, index),

@@ -1,93 +1,266 @@
-"""Bugs of engine, sampler, order of prompts, critic, evaluation and state, for `test_planted_bugs.py` to plant."""
+"""Bugs of a run for `test_planted_bugs.py` to plant: hand-over, critic, reference, environments, evaluation, state."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from podium.algorithms import advantages, losses, recipes
-from podium.certify import batch_variants, formulas, mixtures, training, updates
-from podium.models import decoder
-from podium.rollout import cache, cache_layout, device, engine, programs, sampling, scheduler
+from podium.algorithms import controllers, losses
+from podium.certify import training, updates
+from podium.certify.small_run import LONGEST_CONVERSATION
+from podium.certify.subject import MAX_NEW_TOKENS
+from podium.rollout import cache_layout, engine, scheduler
+from podium.rollout.engine import RolloutEngine
 from podium.rollout.sequence import Sequence
 from podium.rollout.transcript import Transcript
-from podium.sampling import feed, partial_rollouts, sampler
-from podium.sampling.conversations import carry, environment_client, turns
-from podium.tasks import curriculum, mixture
-from podium.train import evaluate, first_state, trainer
+from podium.sampling import feed, grades, sampler
+from podium.sampling.conversations import carry, conversation_carry, conversations, environment_client, turns
+from podium.sampling.conversations.dialogue import Dialogue
+from podium.tasks import grading, mixture
+from podium.train import evaluate, first_state, step, trainer
 from podium.train import open as run_opening
 from podium.train.batches import prepare
 from podium.train.checkpoints import checkpoint
-from podium.train.optimizer import transforms
+from podium.train.optimizer import offload
 
 Plant = tuple[Any, str, Any]
 """Object, attribute, and what the bug puts there."""
 
 
-# The engine's cache and positions.
+# A run.
 
 
-def keys_behind_the_first_page_in_page_0() -> Plant:
-    """What decoding appends behind a sequence's first page is written to page 0."""
-    original = cache._append
+def second_hand_over_ignored() -> Plant:
+    """The engine keeps the first weights that it was given."""
+    original, given = RolloutEngine.load, []
 
-    def planted(kept, layer, spans, *others):
-        tables = jnp.concatenate([spans.tables[:, :1], 0 * spans.tables[:, 1:]], axis=1)
-        return original(kept, layer, spans._replace(tables=tables), *others)
+    def planted(engine, params, version=0):
+        given.append(jax.tree.map(jnp.copy, params))
+        original(engine, given[0], version)
 
-    return cache, "_append", planted
-
-
-def rotations_repeat_after_64_positions() -> Plant:
-    original = decoder.forward
-
-    def planted(params, tokens, positions, *others, **options):
-        return original(params, tokens, positions % 64, *others, **options)
-
-    return programs, "forward", planted
+    return RolloutEngine, "load", planted
 
 
-# The sampler.
+def rounded_in_the_hand_over() -> Plant:
+    original = RolloutEngine.load
+
+    def planted(engine, params, version=0):
+        original(engine, {name: jax.lax.reduce_precision(x, 8, 7) for name, x in params.items()}, version)
+
+    return RolloutEngine, "load", planted
 
 
-def neighbours_share_their_random_numbers() -> Plant:
-    original = sampling._uniforms
-    return sampling, "_uniforms", lambda seed, completion, position: original(seed, completion, position // 2)
+def hand_over_one_step_late() -> Plant:
+    original, given = sampler.Sampler.load, []
+
+    def planted(rollouts, params, frozen=None, *, version=0):
+        given.append(jax.tree.map(jnp.copy, params))
+        return original(rollouts, given[max(0, len(given) - 2)], frozen, version=version)
+
+    return sampler.Sampler, "load", planted
 
 
-def completions_share_random_numbers_at_even_positions() -> Plant:
-    original = sampling._uniforms
+def carried_tokens_called_new() -> Plant:
+    """A token that older weights drew is said to be of the newest."""
+    original = Sequence.completion
 
-    def planted(seed, completion, position):
-        return original(seed, jnp.where(position % 2, completion, 0), position)
+    def planted(sequence, tokenizer):
+        made = original(sequence, tokenizer)
+        return dataclasses.replace(made, versions=np.full_like(made.versions, max(made.versions, default=0)))
 
-    return sampling, "_uniforms", planted
-
-
-def one_more_than_top_k() -> Plant:
-    original = device.fill_row
-
-    def planted(rows, row, settings, **key):
-        original(rows, row, dataclasses.replace(settings, top_k=settings.top_k and settings.top_k + 1), **key)
-
-    return device, "fill_row", planted
+    return Sequence, "completion", planted
 
 
-# The order of prompts.
+def carried_turns_called_new() -> Plant:
+    """A turn that older weights drew is said to be of the newest, in a conversation that goes on."""
+    original = conversation_carry.Carry._go_on
+
+    def planted(carry, live):
+        transcript = live.episode.transcript
+        spans = [
+            dataclasses.replace(span, versions=span.versions + 1) if span.drawn else span for span in transcript.spans
+        ]
+        newer = dataclasses.replace(transcript, spans=tuple(spans))
+        live.episode = dataclasses.replace(live.episode, transcript=newer)
+        original(carry, live)
+
+    return conversation_carry.Carry, "_go_on", planted
 
 
-def newest_prompts_first() -> Plant:
-    """A step takes the newest prompts that are complete, however old others become."""
+def logprobs_of_the_turn_before() -> Plant:
+    """A turn's tokens have the log-probabilities of those of the turn before it."""
+    original = Transcript.add_completion
 
-    def planted(first_versions, complete, count, **_):
-        ready = [index for index in reversed(range(len(complete))) if complete[index]]
-        return ready[:count] if len(ready) >= count else None
+    def planted(transcript, completion):
+        if before := transcript.drawn:
+            size = len(completion.tokens)
+            names = ("sampled_logprobs", "full_logprobs")
+            completion = dataclasses.replace(
+                completion, **{name: np.resize(getattr(before[-1], name), size) for name in names}
+            )
+        return original(transcript, completion)
 
-    return partial_rollouts, "chosen", planted
+    return Transcript, "add_completion", planted
+
+
+def reply_encoded_anew() -> Plant:
+    """What is trained of a reply is not what the engine was given: its last token is another one."""
+    original = Transcript.add_environment
+
+    def planted(transcript, tokens, *, text=""):
+        return original(transcript, (*tokens[:-1], tokens[-1] - 1), text=text)
+
+    return Transcript, "add_environment", planted
+
+
+def last_token_before_an_update_lost() -> Plant:
+    """What a step leaves of a turn in progress goes on one token earlier in the next."""
+    original = RolloutEngine.withdraw
+
+    def planted(engine, keys):
+        left = {}
+        for key, each in original(engine, keys).items():
+            end = len(each.tokens) - (each.finish_reason is None)
+            names = ("tokens", "sampled_logprobs", "full_logprobs", "versions")
+            left[key] = dataclasses.replace(each, **{name: getattr(each, name)[:end] for name in names})
+        return left
+
+    return RolloutEngine, "withdraw", planted
+
+
+def reply_given_twice_after_an_update() -> Plant:
+    """A reply that comes after an update is given to the engine twice, and trained once."""
+    original = conversations.Conversations.submit_turn
+
+    def planted(talks, live, tokens):
+        again = live.episode.transcript.spans[-1].tokens.tolist()
+        fits = len(tokens) + len(again) <= LONGEST_CONVERSATION - MAX_NEW_TOKENS
+        return original(talks, live, (*tokens, *again) if fits else tokens)
+
+    return conversations.Conversations, "submit_turn", planted
+
+
+def answers_ended_twice() -> Plant:
+    """An answer that ended by itself gets another end before the reply."""
+    original = Dialogue.reply
+
+    def planted(dialogue, messages, *, history, drawn_end):
+        return original(dialogue, messages, history=history, drawn_end=None)
+
+    return Dialogue, "reply", planted
+
+
+def turns_paid_in_reverse() -> Plant:
+    original = grades.with_turns
+    return grades, "with_turns", lambda reward, turns, weight: original(reward, turns[::-1], weight)
+
+
+def reward_weights_ignored() -> Plant:
+    original = grading.make_reward
+
+    def planted(task, *given, **options):
+        return original(task.model_copy(update={"rewards": dict.fromkeys(task.rewards, 1.0)}), *given, **options)
+
+    return grading, "make_reward", planted
+
+
+def seeds_reused() -> Plant:
+    return feed, "request_seed", lambda seed, purpose, index: 7
+
+
+def schedule_counts_twice() -> Plant:
+    original = trainer.at_schedule_step
+    return trainer, "at_schedule_step", lambda state, position: original(state, 2 * position)
+
+
+def last_minibatch_skipped() -> Plant:
+    original = trainer.Trainer.update
+
+    def planted(own, state, batches, step, **options):
+        return original(own, state, batches[:1], step, **options)
+
+    return trainer.Trainer, "update", planted
+
+
+def half_of_the_adapters_frozen() -> Plant:
+    """The second factors of adapters do not change."""
+    original = offload._update
+
+    def planted(optimizer, grads, opt_state, params, **norm):
+        updates, new, opt_state = original(optimizer, grads, opt_state, params, **norm)
+        return updates, {name: params[name] if name.endswith("lora_b") else x for name, x in new.items()}, opt_state
+
+    return offload, "_update", planted
+
+
+def old_logprobs_scored_anew() -> Plant:
+    """Ratios are to the policy before each update, not before the step's first."""
+    original = losses.policy_loss
+
+    def planted(recipe, drawn, **options):
+        scores = dict(drawn.scores)
+        if "old_logprobs" in scores:
+            scores["old_logprobs"] = jax.lax.stop_gradient(drawn.logprobs)
+        return original(recipe, drawn._replace(scores=scores), **options)
+
+    return step, "policy_loss", planted
+
+
+def entropy_by_micro_batch() -> Plant:
+    """The bonus is a mean over each micro-batch's own tokens."""
+    original = losses.entropy_loss
+
+    def planted(entropy, mask, *, num_tokens, entropy_bonus):
+        return original(entropy, mask, num_tokens=jnp.sum(mask), entropy_bonus=entropy_bonus)
+
+    return step, "entropy_loss", planted
+
+
+def kl_driven_from_its_target() -> Plant:
+    """The KL's coefficient falls where the KL is too large."""
+    original = trainer.after_step
+
+    def planted(recipe, coefs, *, kl):
+        return original(recipe, coefs, kl=None if recipe.kl_target is None else 2 * recipe.kl_target - kl)
+
+    return trainer, "after_step", planted
+
+
+def bonus_above_the_target() -> Plant:
+    """The entropy bonus acts whatever the entropy is."""
+    original = trainer.loss_coefs
+
+    def planted(recipe, coefs):
+        return original(recipe, {**coefs, controllers.LAST_ENTROPY: 0.0})
+
+    return trainer, "loss_coefs", planted
+
+
+def bonus_without_bound() -> Plant:
+    original = trainer.after_update
+
+    def planted(recipe, coefs, *, entropy):
+        return original(dataclasses.replace(recipe, entropy_bonus_max=1e9), coefs, entropy=entropy)
+
+    return trainer, "after_update", planted
+
+
+def shares_of_a_mixture_swapped() -> Plant:
+    original = trainer.mixed
+    return trainer, "mixed", lambda follower, policy, mixup: original(follower, policy, 1 - mixup)
+
+
+def first_reference_kept() -> Plant:
+    """The reference moves, and the KL is still to the first model."""
+    original, first = trainer.Trainer._scorers, []
+
+    def planted(own, state):
+        first.append(jax.tree.map(jnp.copy, state.models))
+        return original(own, dataclasses.replace(state, models=first[0]))
+
+    return trainer.Trainer, "_scorers", planted
 
 
 # The critic.
@@ -111,426 +284,6 @@ def critic_never_updated() -> Plant:
         return kept, stats
 
     return trainer, "update_learner", planted
-
-
-# Formulas.
-
-
-def cap_squared() -> Plant:
-    """A truncated correction is capped at the square of its bound."""
-    original = losses.correction_weights
-
-    def planted(recipe, *given):
-        squared = dataclasses.replace(recipe, correction_high=recipe.correction_high**2)
-        return original(squared if recipe.correction == "truncate" else recipe, *given)
-
-    return losses, "correction_weights", planted
-
-
-# More of the engine.
-
-
-def partial_pages_not_copied() -> Plant:
-    """A prompt's last page, which is not full, is not copied to its completions."""
-    return device.Device, "copy", lambda own, copies: None
-
-
-def stops_between_tokens_missed() -> Plant:
-    """A stop string is looked for within the tokens of one decode call."""
-    original = Sequence._stop_at_string
-
-    def planted(own, before, tokenizer):
-        whole, own.drawn = own.drawn, own.drawn[before:]
-        names = ("logprobs", "full_logprobs", "versions")
-        kept = {name: getattr(own, name) for name in names}
-        for name in names:
-            setattr(own, name, kept[name][before:])
-        original(own, 0, tokenizer)
-        own.drawn = whole[:before] + own.drawn
-        for name in names:
-            setattr(own, name, kept[name][:before] + getattr(own, name))
-
-    return Sequence, "_stop_at_string", planted
-
-
-def one_token_too_few() -> Plant:
-    """An answer that no stop token ends has a token less than it may."""
-    original = engine.sequences_of
-
-    def planted(request, number, **options):
-        shorter = dataclasses.replace(request.sampling, max_new_tokens=max(1, request.sampling.max_new_tokens - 1))
-        return original(dataclasses.replace(request, sampling=shorter), number, **options)
-
-    return engine, "sequences_of", planted
-
-
-def drawn_tokens_not_penalised() -> Plant:
-    """A token that is drawn while its sequence keeps its slot is not penalised."""
-    return programs, "with_tokens", lambda seen, tokens, where: seen
-
-
-def window_one_longer() -> Plant:
-    original = cache.seen_in_sequence
-    return cache, "seen_in_sequence", lambda last, at, window: original(last, at, window and window + 1)
-
-
-def recorded_at_temperature_1() -> Plant:
-    """Tokens are drawn at the temperature, and recorded as if it were 1."""
-    original = sampling.sample
-
-    def planted(logits, rows, **others):
-        made = original(logits, rows, **others)
-        plain = jax.nn.log_softmax(logits, axis=1)
-        own = jnp.take_along_axis(plain, made.tokens[:, None], axis=1)[:, 0]
-        return made._replace(logprobs=own, full_logprobs=own)
-
-    return sampling, "sample", planted
-
-
-def every_device_is_the_first() -> Plant:
-    """Devices that share the vocabulary all take their part for the first one."""
-    return sampling._Shards, "index", lambda own: 0
-
-
-def seeds_of_16_bits() -> Plant:
-    original = device.fill_row
-    return (
-        device,
-        "fill_row",
-        lambda rows, row, settings, *, seed, completion: original(
-            rows, row, settings, seed=seed % 2**16, completion=completion
-        ),
-    )
-
-
-def one_stream_for_a_group() -> Plant:
-    original = device.fill_row
-    return (
-        device,
-        "fill_row",
-        lambda rows, row, settings, *, seed, completion: original(rows, row, settings, seed=seed, completion=0),
-    )
-
-
-def turns_share_a_seed() -> Plant:
-    return turns.Turns, "seed", lambda own, live: own.prompts[live.index].seed
-
-
-# More of the order of prompts.
-
-
-def epochs_in_one_order() -> Plant:
-    original = mixture._hash
-    return (
-        mixture,
-        "_hash",
-        lambda seed, purpose, *others: original(seed, purpose, *((others[0], 0) if purpose == "order" else others)),
-    )
-
-
-def unshuffled() -> Plant:
-    def planted(own, cursor, level=None):
-        prompts = own.data.read(0, "train")
-        return own.data.asked(0, prompts[cursor % len(prompts)])
-
-    return mixture.TaskMixture, "prompt_at", planted
-
-
-def levels_evenly_drawn() -> Plant:
-    """A curriculum has no effect."""
-    return curriculum.Curriculum, "chances", lambda own: [1 / len(own._last)] * len(own._last)
-
-
-def last_groups_not_restored() -> Plant:
-    """A curriculum begins again where a run is resumed."""
-    original = mixture.TaskMixture.means
-    return mixture.TaskMixture, "means", property(original.fget, lambda own, means: None)
-
-
-def solved_prompts_not_retired() -> Plant:
-    return mixture.TaskMixture, "is_retired", lambda own, prompt: False
-
-
-def seed_ignored() -> Plant:
-    """Completions of every run are drawn as with seed 0."""
-    original = feed.request_seed
-    return feed, "request_seed", lambda seed, purpose, index: original(0, purpose, index)
-
-
-def staleness_ignored() -> Plant:
-    """The oldest complete prompts are taken, and none is waited for."""
-    original = partial_rollouts.chosen
-
-    def planted(first, complete, count, *, per_step, version, max_staleness):
-        return original(first, complete, count, per_step=per_step, version=version, max_staleness=10**6)
-
-    return partial_rollouts, "chosen", planted
-
-
-def one_step_staler() -> Plant:
-    original = partial_rollouts.chosen
-
-    def planted(first, complete, count, *, per_step, version, max_staleness):
-        return original(first, complete, count, per_step=per_step, version=version, max_staleness=max_staleness + 1)
-
-    return partial_rollouts, "chosen", planted
-
-
-def any_complete_prompts_taken() -> Plant:
-    """The oldest complete prompts are taken, and none is waited for, where choices are checked by themselves."""
-    _, _, planted = staleness_ignored()
-    return mixtures, "chosen", planted
-
-
-def unfinished_prompts_dropped() -> Plant:
-    """What a step leaves is not gone on with."""
-    original = sampler.Sampler.answer
-
-    def planted(own, prompts, settings=None):
-        made = original(own, prompts, settings)
-        own.partial.pending = ()
-        return made
-
-    return sampler.Sampler, "answer", planted
-
-
-def nothing_in_flight() -> Plant:
-    original = sampler.Sampler.answer
-
-    def planted(own, prompts, settings=None):
-        training = dataclasses.replace(own.spec.training, in_flight=0)
-        kept, own.spec = own.spec, dataclasses.replace(own.spec, training=training)
-        try:
-            return original(own, prompts, settings)
-        finally:
-            own.spec = kept
-
-    return sampler.Sampler, "answer", planted
-
-
-def a_prompt_skipped_each_step() -> Plant:
-    original = feed.Feed.next
-
-    def planted(own, count):
-        own.cursor += 1
-        return original(own, count)
-
-    return feed.Feed, "next", planted
-
-
-# More of what a step prepares.
-
-
-def truncated_episodes_trained() -> Plant:
-    """`mask_truncated` has no effect."""
-    original = prepare.transcript_sample
-
-    def planted(segment, *, masked=False, **options):
-        return original(segment, masked=masked and segment.finish_reason == "failed", **options)
-
-    return prepare, "transcript_sample", planted
-
-
-def rewards_of_the_group_before() -> Plant:
-    original = prepare.step_advantages
-
-    def planted(packed, *others):
-        rewards = packed.rewards if np.isnan(packed.rewards).any() else np.roll(packed.rewards, 1, axis=0)
-        return original(dataclasses.replace(packed, rewards=rewards), *others)
-
-    return prepare, "step_advantages", planted
-
-
-def leave_one_out_by_the_whole_group() -> Plant:
-    rloo = recipes.RECIPES["rloo"]
-
-    def of_all(rewards, lengths):
-        graded = np.maximum(1, np.sum(~np.isnan(rewards), axis=1, keepdims=True))
-        return rewards - np.nansum(rewards, axis=1, keepdims=True) / graded
-
-    own = dataclasses.replace(rloo, advantage=of_all)
-    return batch_variants, "RECIPES", {**recipes.RECIPES, "rloo": own}
-
-
-def lambda_of_1() -> Plant:
-    original = advantages.gae
-    return advantages, "gae", lambda *given, gamma, lam: original(*given, gamma=gamma, lam=1.0)
-
-
-def second_pass_in_reverse() -> Plant:
-    """The last pass over the minibatches is in reverse."""
-    original = trainer.Trainer._update_policy
-
-    def planted(own, state, batches, *others):
-        return original(own, state, _Reversed(batches), *others)
-
-    return trainer.Trainer, "_update_policy", planted
-
-
-class _Reversed(list):
-    """A list that is in reverse the second time."""
-
-    passes = 0
-
-    def __iter__(self):
-        self.passes += 1
-        return super().__iter__() if self.passes % 2 else iter(list(super().__iter__())[::-1])
-
-
-# More formulas.
-
-
-def dual_clip_of_good_tokens_too() -> Plant:
-    original = losses.clipped_policy_loss
-
-    def planted(*given, dual_clip=None, **options):
-        made = original(*given, dual_clip=None, **options)
-        values = made.values if dual_clip is None else jnp.clip(made.values, -dual_clip, dual_clip)
-        return (
-            dataclasses.replace(made, values=values) if dataclasses.is_dataclass(made) else made._replace(values=values)
-        )
-
-    return losses, "POLICY_LOSSES", {**losses.POLICY_LOSSES, "clipped": functools.wraps(original)(planted)}
-
-
-def k3_the_other_way() -> Plant:
-    original = losses.k3_estimate
-    return losses, "k3_estimate", lambda logprobs, other: original(other, logprobs)
-
-
-def kl_without_the_ratio() -> Plant:
-    original = losses.policy_loss
-    return (
-        formulas,
-        "policy_loss",
-        lambda recipe, *given, **options: original(dataclasses.replace(recipe, kl_by_ratio=False), *given, **options),
-    )
-
-
-def mean_correction_of_sums() -> Plant:
-    original = losses.correction_weights
-
-    def planted(recipe, *given):
-        level = "sequence" if recipe.correction_level == "mean" else recipe.correction_level
-        return original(dataclasses.replace(recipe, correction_level=level), *given)
-
-    return losses, "correction_weights", planted
-
-
-def threshold_of_good_sequences_too() -> Plant:
-    original = losses.off_policy_mask
-
-    def planted(tokens, *, threshold):
-        return original(tokens._replace(advantages=-jnp.abs(tokens.advantages)), threshold=threshold)
-
-    return losses, "off_policy_mask", planted
-
-
-# More of the optimizer.
-
-
-def embeddings_not_decayed() -> Plant:
-    original = transforms.is_matrix
-    return transforms, "is_matrix", lambda spec: original(spec) and "vocab" not in spec.axes
-
-
-def no_bias_correction() -> Plant:
-    def planted(b1, b2, eps):
-        def init(params):
-            return optax.ScaleByAdamState(
-                jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
-            )
-
-        def update(updates, state, params=None):
-            mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, updates)
-            nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, updates)
-            changes = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu, nu)
-            return changes, optax.ScaleByAdamState(state.count + 1, mu, nu)
-
-        return optax.GradientTransformation(init, update)
-
-    return transforms.optax, "scale_by_adam", planted
-
-
-def moments_rounded_to_nearest() -> Plant:
-    return transforms, "round_at_random", lambda x, key: x.astype(jnp.bfloat16)
-
-
-def rounded_alike_in_every_update() -> Plant:
-    """Moments are rounded by the same random numbers in every update."""
-    original = transforms.small_moments
-
-    def planted(rule):
-        made = original(rule)
-        begun = lambda state: state._replace(made=jnp.zeros_like(state.made))  # noqa: E731
-        update = lambda updates, state, params=None: made.update(updates, begun(state), params)  # noqa: E731
-        return optax.GradientTransformation(made.init, update)
-
-    return transforms, "small_moments", planted
-
-
-def rounded_alike_in_all_arrays() -> Plant:
-    """All moments of an update are rounded by the same random numbers."""
-    original = transforms.round_at_random
-    return transforms, "round_at_random", lambda x, key: original(x, jax.random.key(0))
-
-
-def moments_begin_anew_every_step() -> Plant:
-    original = trainer.Trainer._update_policy
-
-    def planted(own, state, *others):
-        gradient, *links, schedule = state.opt_state
-        fresh = jax.tree.map(jnp.zeros_like, tuple(links))
-        return original(own, dataclasses.replace(state, opt_state=(gradient, *fresh, schedule)), *others)
-
-    return trainer.Trainer, "_update_policy", planted
-
-
-def warm_up_one_step_late() -> Plant:
-    original = transforms.learning_rate
-
-    def planted(config, total):
-        rate = original(config, total)
-        return lambda count: rate(jnp.maximum(count - 1, 0)) if config.warmup_steps else rate(count)
-
-    return formulas, "learning_rate", planted
-
-
-def final_fraction_ignored() -> Plant:
-    original = transforms.learning_rate
-    return (
-        formulas,
-        "learning_rate",
-        lambda config, total: original(config.model_copy(update={"final_fraction": 0.0}), total),
-    )
-
-
-# More of the hand-over.
-
-
-def first_layer_stale() -> Plant:
-    """The rollout keeps the first layer of the weights before."""
-    original, given = engine.RolloutEngine.load, []
-
-    def planted(own, params, version=0):
-        given.append(jax.tree.map(jnp.copy, params))
-        before = given[max(0, len(given) - 2)]
-        mixed = {n: x.at[0].set(before[n][0]) if n.startswith("layers.") else x for n, x in params.items()}
-        original(own, mixed, version)
-
-    return engine.RolloutEngine, "load", planted
-
-
-def adapters_of_half_the_size_in_the_rollout() -> Plant:
-    original = engine.RolloutEngine.load
-
-    def planted(own, params, version=0):
-        original(own, {n: x / 2 if n.endswith("lora_b") else x for n, x in params.items()}, version)
-
-    return engine.RolloutEngine, "load", planted
-
-
-# More of the critic.
 
 
 def critic_waits_for_nobody() -> Plant:
@@ -574,7 +327,32 @@ def values_after_the_update() -> Plant:
     return trainer.Trainer, "_scorers", planted
 
 
-# More of the reference.
+# The hand-over.
+
+
+def first_layer_stale() -> Plant:
+    """The rollout keeps the first layer of the weights before."""
+    original, given = engine.RolloutEngine.load, []
+
+    def planted(own, params, version=0):
+        given.append(jax.tree.map(jnp.copy, params))
+        before = given[max(0, len(given) - 2)]
+        mixed = {n: x.at[0].set(before[n][0]) if n.startswith("layers.") else x for n, x in params.items()}
+        original(own, mixed, version)
+
+    return engine.RolloutEngine, "load", planted
+
+
+def adapters_of_half_the_size_in_the_rollout() -> Plant:
+    original = engine.RolloutEngine.load
+
+    def planted(own, params, version=0):
+        original(own, {n: x / 2 if n.endswith("lora_b") else x for n, x in params.items()}, version)
+
+    return engine.RolloutEngine, "load", planted
+
+
+# The reference.
 
 
 def reference_moves_one_step_early() -> Plant:
@@ -730,21 +508,6 @@ def ages_from_the_last_token() -> Plant:
         return min((int(each.versions[-1]) for each in own.completions if len(each.versions)), default=None)
 
     return carry.Pending, "first_version", property(planted)
-
-
-# Conversations of several segments.
-
-
-def every_segment_is_the_first() -> Plant:
-    """What is known of a later segment's tokens is looked up where the first one's are."""
-    original = prepare.transcript_sample
-    return prepare, "transcript_sample", lambda *given, start=0, **options: original(*given, start=0, **options)
-
-
-def last_segments_alone() -> Plant:
-    """A conversation is trained from its last prompt on."""
-    original = Transcript.segments.fget
-    return Transcript, "segments", property(lambda own: original(own)[-1:])
 
 
 # Sizes, ends, and what is left out.

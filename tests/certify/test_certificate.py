@@ -95,7 +95,7 @@ def test_the_bar_of_a_gradient_that_exceeds_it_is_twice_what_float32_changes(mon
     def naive(error, subject, sequences, weights, *, precision=in_float64):
         exact = {"embed": np.array([3.0, 4.0])}
         gradient = {"embed": exact["embed"] + (error * 5.0 if precision is in_float32 else 0.0) * np.array([0.0, 1.0])}
-        return NaiveUpdate(0.0, gradient, Sizes(1.0, {"embed": 5.0}), 0.0, 0.0)
+        return NaiveUpdate(0.0, gradient, Sizes(1.0, {"embed": 5.0}), 0.0, 0.0, 1)
 
     for error, difference, bar in ((2e-5, 3e-5, 4e-5), (2e-5, 9e-6, 1e-5), (1e-6, 3e-5, 1e-5), (1e-6, math.nan, 1e-5)):
         monkeypatch.setattr("podium.certify.updates.naive_update", functools.partial(naive, error))
@@ -309,8 +309,8 @@ def test_an_engine_on_several_devices_answers_labelled_prompts():
 
 def test_each_of_several_devices_has_room_for_a_sequence_of_labelled_completions():
     settings = make_subject(of_preferences("kto")).config.rollout
-    assert (settings.longest, settings.page_tokens) == (28, 4)
-    assert settings.cache_tokens < 4 * (28 + 4) == with_room(settings).cache_tokens  # with a page of a shared prompt
+    assert (settings.longest, settings.page_tokens) == (31, 4)
+    assert settings.cache_tokens < 4 * (32 + 4) == with_room(settings).cache_tokens  # with a page of a shared prompt
 
 
 def test_adapters_that_learn_from_preferences_are_evaluated_with_their_last_weights():

@@ -22,10 +22,22 @@ from podium.certify.naive import divergences
 from podium.certify.naive_rules import Rules, rules_of
 from podium.certify.naive_run import Coefficients, moved_weights
 from podium.certify.naive_step import Episode, Room, optimizer_steps
-from podium.certify.numbers_task import LetterBackend, Numbers, following, reply_to
+from podium.certify.numbers_task import (
+    LONGEST_MESSAGE,
+    LetterBackend,
+    Numbers,
+    Talk,
+    as_read,
+    asked_tokens,
+    calls_in,
+    following,
+    reply_to,
+)
 from podium.config.schema import AlgorithmConfig
 from podium.models.text.tokenizer import Tokenizer
 from podium.sampling.conversations.dialogue import Dialogue
+from podium.tasks.conversation import call_id
+from podium.tasks.conversations.tools import tool_schema
 from podium.tasks.task import TaskSource
 from tools.structure import imports, reached, read_modules
 
@@ -46,7 +58,7 @@ def test_the_questions_of_a_certificate_s_run_are_their_own_numbers():
     assert [" ".join(map(str, each)) for each in encoded] == questions
     assert sorted(map(len, encoded)) == list(map(len, encoded))
     assert (len(encoded[0]), len(encoded[-1])) == (1, 12)
-    assert tokenizer.decode([1, 0, 17]) == "bb"
+    assert tokenizer.decode([1, 0, 17]) == "BB"
 
 
 def test_an_answer_of_a_certificate_s_conversations_has_one_end():
@@ -55,9 +67,25 @@ def test_an_answer_of_a_certificate_s_conversations_has_one_end():
     assert dialogue.prompt(asked) == (8, 9)
     assert dialogue.reply(replied, history=asked, drawn_end=0) == [5, 7]
     assert dialogue.reply(replied, history=asked, drawn_end=None) == [0, 5, 7]
-    reply = reply_to(1, "bc", 300, 4)
+    (message,) = reply_to(1, "BC", 300, 4)
+    reply = tuple(as_read(message))
+    assert len(reply) <= LONGEST_MESSAGE
     assert following([1, 2, 0], 1, 300, 4) == reply
     assert following([1, 2], 1, 300, 4) == (0, *reply)
+
+
+def test_a_certificate_s_conversations_call_a_tool_and_read_a_long_message_in_part():
+    tokenizer = Tokenizer(LetterBackend(), eos_tokens=())
+    dialogue = Dialogue("talk", tokenizer, list(map(tool_schema, Talk.tools)))
+    asked = [{"role": "system", "content": Talk.system_prompt}, {"role": "user", "content": "8"}]
+    assert dialogue.prompt(asked) == asked_tokens("8", tools=True)
+    text = tokenizer.decode([1, 14, 15, 31])
+    read = dialogue.read(text, [1, 14, 15, 31])
+    assert [(each.name, each.arguments) for each in read.calls] == [("add", {"x": x}) for x in (1, 2, 2)]
+    assert calls_in(0, text) == [(call_id(0, place), x) for place, x in enumerate("122")]
+    message = {"role": "tool", "content": "10 20 30 40 50"}
+    cut = dialogue.fitting(message, LONGEST_MESSAGE)
+    assert tuple(tokenizer.encode(str(cut["content"]))) == tuple(as_read((10, 20, 30, 40, 50))) == (10, 7, 50)
 
 
 def test_an_advantage_of_a_user_s_own_is_given_the_parts_of_rewards():

@@ -1,0 +1,128 @@
+"""Bugs of the model, of an update, and of its forms, for `test_planted_bugs.py` to plant."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from planted_runs import Plant
+
+from podium.models import architecture
+from podium.models.attention.mask import Visibility
+from podium.models.blocks import routing
+from podium.train import step
+from podium.train.batches import samples
+
+# The model.
+
+
+def off_by_one_attention() -> Plant:
+    """A token sees the one behind it, which it is to predict."""
+    original = Visibility.mask
+
+    def planted(visibility):
+        T = visibility.segments.shape[1]
+        return original(visibility) | jnp.eye(T, k=1, dtype=bool)[None]
+
+    return Visibility, "mask", planted
+
+
+def temperature_after_softmax() -> Plant:
+    original = step.token_logprobs
+
+    def planted(hidden, head, targets, settings, *others):
+        found = original(hidden, head, targets, dataclasses.replace(settings, temperature=1.0), *others)
+        return found._replace(logprobs=found.logprobs / settings.temperature)
+
+    return step, "token_logprobs", planted
+
+
+def adapters_unscaled() -> Plant:
+    """(xA)B is multiplied by alpha and not by alpha / rank."""
+    return architecture.Lora, "scale", property(lambda lora: lora.alpha)
+
+
+def adapters_of_other_matrices() -> Plant:
+    """LoRA trains the attention's matrices alone, whatever `lora.targets` says."""
+    original = architecture.make_lora
+
+    def planted(config):
+        made = original(config)
+        return made and dataclasses.replace(made, targets=("q", "v"))
+
+    return architecture, "make_lora", planted
+
+
+def gates_of_all_experts() -> Plant:
+    """The gates of the chosen experts are not divided by their sum."""
+    original = routing.route
+    return routing, "route", lambda *given, **options: original(*given, **{**options, "normalized": False})
+
+
+def experts_of_another_token() -> Plant:
+    """Tokens go to the experts that the sampler chose for the token after them."""
+    original = samples._choices
+
+    def planted(spans):
+        found = original(spans)
+        return None if found is None else np.roll(found, -1, axis=0)
+
+    return samples, "_choices", planted
+
+
+# An update, and its forms.
+
+
+def bfloat16_sum() -> Plant:
+    """The gradient of the head is summed in bfloat16."""
+    original = step.head_weights
+
+    @jax.custom_vjp
+    def rounded(x):
+        return x
+
+    def backward(_, dx):
+        return (dx.astype(jnp.bfloat16).astype(dx.dtype),)
+
+    rounded.defvjp(lambda x: (x, None), backward)
+    return step, "head_weights", lambda *given, **options: rounded(original(*given, **options))
+
+
+def tied_head_without_gradient() -> Plant:
+    original = step.head_weights
+    return step, "head_weights", lambda *given, **options: jax.lax.stop_gradient(original(*given, **options))
+
+
+def mean_of_means() -> Plant:
+    """Each micro-batch is averaged over its own tokens, and then the averages over the micro-batches."""
+    original = step._micro_batch
+
+    def planted(whole, index):
+        own = original(whole, index)
+        share = whole.num_tokens / (whole.num_micro_batches * jnp.maximum(jnp.sum(own.mask), 1.0))
+        return dataclasses.replace(own, weights=own.weights * share)
+
+    return step, "_micro_batch", planted
+
+
+def leaked_segment() -> Plant:
+    """A token of a packed row sees all that stands before it."""
+    original = step.row_attention
+
+    def planted(backend, visibility, rules):
+        one = (visibility.segments > 0).astype("int32")
+        return original(backend, Visibility(one, one), rules)
+
+    return step, "row_attention", planted
+
+
+def prompts_unseen_over_split_rows() -> Plant:
+    """Where devices split the tokens of rows, completions do not see their prompt's segment."""
+    original = step.row_attention
+
+    def planted(backend, visibility, rules):
+        split = rules.num_shards("tokens") > 1
+        own = dataclasses.replace(visibility, prompts=visibility.segments) if split else visibility
+        return original(backend, own, rules)
+
+    return step, "row_attention", planted
