@@ -374,9 +374,9 @@ def failures_count_as_zero() -> Plant:
 
 def population_deviation() -> Plant:
     """GRPO's standard deviation divides by n."""
-    grpo = recipes.RECIPES["grpo"]
+    grpo = recipes.RECIPES["grpo"]()
     own = dataclasses.replace(grpo, advantage=functools.partial(grpo.advantage, std_ddof=0))
-    return batch_variants, "RECIPES", {**recipes.RECIPES, "grpo": own}
+    return batch_variants, "RECIPES", {**recipes.RECIPES, "grpo": lambda: own}
 
 
 def whitened_over_episodes() -> Plant:
