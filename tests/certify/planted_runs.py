@@ -312,7 +312,7 @@ def a_prompt_skipped_each_step() -> Plant:
     original = feed.Feed.next
 
     def planted(own, count):
-        own.cursor += 1
+        own.tasks.cursor += 1
         return original(own, count)
 
     return feed.Feed, "next", planted
@@ -342,14 +342,14 @@ def rewards_of_the_group_before() -> Plant:
 
 
 def leave_one_out_by_the_whole_group() -> Plant:
-    rloo = recipes.RECIPES["rloo"]
+    rloo = recipes.RECIPES["rloo"]()
 
     def of_all(rewards, lengths):
         graded = np.maximum(1, np.sum(~np.isnan(rewards), axis=1, keepdims=True))
         return rewards - np.nansum(rewards, axis=1, keepdims=True) / graded
 
     own = dataclasses.replace(rloo, advantage=of_all)
-    return batch_variants, "RECIPES", {**recipes.RECIPES, "rloo": own}
+    return batch_variants, "RECIPES", {**recipes.RECIPES, "rloo": lambda: own}
 
 
 def lambda_of_1() -> Plant:
