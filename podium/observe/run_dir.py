@@ -198,7 +198,7 @@ class RunDir:
         self._lock, self._mirror = lock, mirror
         self._notice = notice
         self._lines: dict[str, JsonLines] = {}
-        self._ledger = self._new_ledger()
+        self._ledger = Ledger(self.path, RECORDS)
 
     @classmethod
     def open(cls, home: Path, settings: Settings, *, fork: Fork | None = None) -> "RunDir":
@@ -277,7 +277,7 @@ class RunDir:
         self._close_lines()
         for name in RECORDS:
             drop_lines_after(self.path / name, step)
-        self._ledger = self._new_ledger()
+        self._ledger = Ledger(self.path, RECORDS)
 
     def extents(self) -> dict[str, Extent]:
         """Current extent of each record file, to save with a checkpoint; empty in processes that do not write
@@ -337,9 +337,6 @@ class RunDir:
                 "config.yaml or the checkpoints that belong together; to continue from these weights with other "
                 f"settings, start a run with another name and --from {self.home}@{step}"
             )
-
-    def _new_ledger(self) -> Ledger:
-        return Ledger([self.path / name for name in RECORDS])
 
     def append(self, name: str, record: Record) -> None:
         """Append a record to METRICS, SAMPLES or LENGTHS; it survives a kill of this process."""

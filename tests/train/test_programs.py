@@ -169,7 +169,7 @@ def test_programs_go_on_over_updates_and_begin_again_in_a_continued_run(talk):
         groups, _ = rollouts.answer(rollouts.feed.next(4))
         assert begun and {group.prompt.prompt.id for group in groups} & set(begun)
         assert not rollouts.held.failures
-        rollouts.episodes.forget()
+        rollouts.episodes.client.forget()
 
 
 def asked(messages: list[dict], **fields: object) -> ChatBody:

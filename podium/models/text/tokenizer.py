@@ -99,20 +99,8 @@ class Tokenizer:
 
     @functools.cached_property
     def chat_format(self) -> ChatFormat:
-        """The model's chat format. Raises ModelError if its chat template is invalid."""
-        return self.make_chat_format(self._template_options)
-
-    def with_options(self, options: Mapping[str, object]) -> "Tokenizer":
-        """A copy with these variables for the chat template; they take precedence over the tokenizer's own."""
-        other = copy.copy(self)
-        other._template_options = {**self._template_options, **options}
-        other.__dict__.pop("chat_format", None)  # made of the options
-        return other
-
-    def make_chat_format(self, options: Mapping[str, object]) -> ChatFormat:
-        """Make the chat format with further variables for the template.
-
-        If the model has several named templates, uses `default`. Raises ModelError if the template is invalid.
+        """The model's chat format; of several named templates, with `default`. Raises ModelError if its template is
+        invalid.
         """
         try:
             source = self._backend.get_chat_template()
@@ -125,8 +113,15 @@ class Tokenizer:
             ChatTemplate(source, special, name=self._template_name, date=self._template_date),
             named=self._backend.added_tokens_decoder,
             encode=self.encode,
-            options=options,
+            options=self._template_options,
         )
+
+    def with_options(self, options: Mapping[str, object]) -> "Tokenizer":
+        """A copy with these variables for the chat template; they take precedence over the tokenizer's own."""
+        other = copy.copy(self)
+        other._template_options = {**self._template_options, **options}
+        other.__dict__.pop("chat_format", None)  # made of the options
+        return other
 
     def check_vocab(self, vocab: int) -> None:
         """Raise ModelError if the tokenizer uses tokens beyond the weights' vocabulary of `vocab` tokens."""

@@ -100,7 +100,7 @@ def newest_whole_step(folder: Path, announce: Callable[[str], None], beat: Beat)
     """
     damaged: dict[int, str] = {}
     steps = saved_steps(folder)
-    if steps and run_id(folder) is None and (run := _claim(folder)) in _runs(folder):
+    if steps and stored_id(folder.parent / IDENTITY) is None and (run := _claim(folder)) in _runs(folder):
         announce(
             f"{folder.parent / IDENTITY} was missing or unreadable; its checkpoints name run {run}, so it was restored"
         )
@@ -128,11 +128,6 @@ def newest_whole_step(folder: Path, announce: Callable[[str], None], beat: Beat)
     return None
 
 
-def run_id(folder: Path) -> str | None:
-    """The id of the run that owns a `checkpoints` folder; None if no step was saved yet or the id cannot be read."""
-    return stored_id(folder.parent / IDENTITY)
-
-
 def stored_sizes(path: Path) -> dict[str, int]:
     """Size in bytes of every file of a step, by path below its folder. S3's objects that stand for folders are left
     out.
@@ -147,7 +142,7 @@ def _claim(folder: Path) -> str:
     """The id of the run that owns the folder: taken from run.json, or from the steps if the files are lost, or newly
     made.
     """
-    if (run := run_id(folder)) is not None:
+    if (run := stored_id(folder.parent / IDENTITY)) is not None:
         return run
     runs, own = _runs(folder), stored_id(folder.parent / RUN)
     if own is not None and runs and own not in runs:
