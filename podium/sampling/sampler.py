@@ -172,7 +172,8 @@ class Sampler:
 
     def compile_ahead(self) -> None:
         """Start compiling the engine's programs on other threads, if there is an accelerator."""
-        self.device.compile_ahead(self.ahead)
+        if self.ahead.threads:
+            self.device.compile_ahead(self.ahead)
 
     def load(self, params: Params, frozen: Params | None = None, *, version: int = 0) -> float:
         """Load weights into the engine; returns the seconds that this took.
@@ -216,8 +217,8 @@ class Sampler:
             more = self.feed.next(refill.more(len(pending)))
             pending += [Pending(prompt=prompt) for prompt in more]
             choice = Choice(self.partial, pending, refill.missing, refill.wanted, exchange)
-            part_here = share(len(pending))  # this host decodes and grades it; together, it grades a part of all
-            here, own = (pending, part_here) if exchange.together else (pending[part_here], slice(None))
+            mine = share(len(pending))  # what this host decodes and grades; if all decode together, what it grades
+            here, own = (pending, mine) if exchange.together else (pending[mine], slice(None))
             on_progress = functools.partial(self._on_progress, len(here) * settings.completions)
             grades = Grades(self.grader, here, own, on_progress, exchange.stop.poll)
             with Ending(together=exchange.together) as ending:  # groups are graded while others are still decoded

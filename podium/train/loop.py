@@ -80,6 +80,7 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
     spec, around, saving = run.spec, run.around, run.saving
     rollouts, source, trainer = run.rollouts, run.source, run.trainer
     saving.begin(done, state, rollouts.position)
+    around.job.report.update(step=done)
     checkpoint_s = None
     try:
         evaluate_at_start(run, state, done)

@@ -77,10 +77,8 @@ def open_run(
 ) -> Iterator[tuple[RunParts, TrainState, int]]:
     """Open the parts of a run; yields them, the run's state with weights loaded, and the number of steps done.
 
-    Arguments as for `train`.
-
-    Raises:
-        ValueError: something named in the config is unusable; the message says what, and what to do.
+    Arguments as for `train`. Raises ValueError if something named in the config is unusable; the message says what, and
+    what to do.
     """
     with joined(job), contextlib.ExitStack() as stack:
         run_dir = stack.enter_context(open_run_dir(run_home(config.runs_dir, config.name), config.document(), fork))
@@ -93,7 +91,6 @@ def open_run(
             around.say(line)
         graders = load_grading_models(spec.rollout, spec.update, policy.mesh) if spec.rollout.grading_models else ()
         rollouts = resources.enter_context(contextlib.closing(open_sampler(spec, policy, graders, around)))
-        source = make_source(spec, rollouts)
         # Before weights are read and programs are compiled, so that bad data is reported early.
         check_inputs(policy, beside, graders, rollouts)
         check_data(spec, rollouts, around)
@@ -103,9 +100,11 @@ def open_run(
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, around.say, job.watchdog.beat))
         saving = resources.enter_context(open_saving(origin, rollouts.feed, around))
         state, saved, done = load_state(origin, newest, saving.checkpointer, around, config.algorithm.recipe)
-        continue_records(saved, done, saving.checkpointer, around)
+        if run_dir.continued or run_dir.fork is not None:
+            continue_records(saved, done, saving.checkpointer, around)
         trainer = open_trainer(origin, rollouts.feed, run_dir.path)
-        trainer.compile_ahead(state, rollouts.ahead)
+        if rollouts.ahead.threads:
+            trainer.compile_ahead(state, rollouts.ahead)
         go_on_sampling(rollouts, saved, state.params, trainer.frozen, done=done)
         say_what_was_chosen(spec, graders, rollouts.feed, around)
         writer = resources.enter_context(MetricWriter(run_dir, spec.metrics, announce=around.say))
@@ -114,7 +113,7 @@ def open_run(
             spec=spec,
             around=around,
             rollouts=rollouts,
-            source=source,
+            source=make_source(spec, rollouts),
             trainer=trainer,
             recorder=Recorder(spec, around, writer, rollouts.feed, check=check, on_step=on_step),
             saving=saving,
@@ -175,17 +174,18 @@ def check_inputs(
 
     Raises ValueError otherwise.
     """
-    others = {name: each.source for name, each in beside.items() if each.source != policy.source}
     tasks = rollouts.feed.tasks
-    check_same_inputs(
-        policy.source,
-        None if policy.lora is None else policy.lora.adapter,
-        others | {each.role.title: each.source for each in graders},
-        tasks,
-        evaluates=rollouts.spec.evaluation.happens,
-        columns=rollouts.feed.columns,
-        demonstrations=rollouts.demonstrations and rollouts.demonstrations.feed.tasks,
-    )
+    if jax.distributed.is_initialized():
+        others = {name: each.source for name, each in beside.items() if each.source != policy.source}
+        check_same_inputs(
+            policy.source,
+            None if policy.lora is None else policy.lora.adapter,
+            others | {each.role.title: each.source for each in graders},
+            tasks,
+            evaluates=rollouts.spec.evaluation.happens,
+            columns=rollouts.feed.columns,
+            demonstrations=rollouts.demonstrations and rollouts.demonstrations.feed.tasks,
+        )
     tasks.data.check_model(partial(model_files, policy.source.path))
 
 
@@ -277,7 +277,6 @@ def continue_records(saved: HostState, done: int, checkpointer: Checkpointer, ar
         around.say(
             f"versions differ from the checkpoint's: {', '.join(changed)}; the run will not be bit-for-bit reproducible"
         )
-    around.job.report.update(step=done)
     for line in run_dir.compare(saved.get("records", {}), done, checkpointer.steps()):
         around.say(line)
     run_dir.truncate(done or -1)

@@ -98,7 +98,7 @@ class Recorder:
             _ClipAlarm(spec.recipe),
             RewardAlarm(spec.rollout.settings),
             GapAlarm(spec.rollout.settings, update_dtype=spec.update.dtype, rollout_dtype=spec.rollout.dtype),
-            CarryAlarms(spec.rollout.settings),
+            *((CarryAlarms(spec.rollout.settings),) if spec.rollout.settings.in_flight > 1 else ()),
         )
         self._checkpoint_s: float | None = None
         self._start = self._cpu_start = 0.0
