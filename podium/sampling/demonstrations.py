@@ -46,7 +46,7 @@ class Demonstrations:
 
 
 def mixed_in(own: DemonstrationSpec, spec: RolloutSpec, feed: Feed) -> Demonstrations:
-    """The demonstrations that a run mixes into the steps of prompts of `feed`. Raises ValueError like `Feed`."""
+    """The demonstrations that a run mixes into its steps; raises ValueError like `Feed`. `feed` has its prompts."""
     prompts = Feed(own.prompts, feed.tokenizer)
     return Demonstrations(prompts, dataclasses.replace(spec, prompts=own.prompts), "text", own.per_step)
 

@@ -29,7 +29,7 @@ class Saving:
         to_continue: Callable[[], str],
         on_failure: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
-        """Save with `checkpointer`, also when `every_s` seconds have passed since the last save; 0: never for that.
+        """Save with `checkpointer`, also after a step that ends `every_s` seconds after the last save; 0: not by time.
 
         `to_continue` returns the command that continues the run, for messages. `on_failure` is called with the error
         that ends the run, before the newest step is saved, so that the error is recorded where it happened.
