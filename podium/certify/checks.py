@@ -20,6 +20,7 @@ from podium.certify.compared import training_checks
 from podium.certify.formulas import CLAIMS, formula_checks
 from podium.certify.long_sequences import long_checks
 from podium.certify.rollout_devices import DEVICES, device_mesh, rollout_device_checks
+from podium.certify.router_balance import balance_check
 from podium.certify.small_run import of_rewards_alone
 from podium.certify.subject import ROW_TOKENS, Subject, make_group, one_device
 from podium.certify.tiny import tiny_clone
@@ -162,6 +163,8 @@ def update_checks(updates: Updates) -> Iterator[Check]:
         bar=updates.bar(difference, first.weights),
         after=(*causes, "loss", "gradient"),
     )
+    if subject.user.algorithm.router_loss_coef and subject.decoder.choices:
+        yield balance_check(updates)
     recipe = subject.recipe
     if recipe.learns_values:
         for name, model in subject.models.items():

@@ -12,6 +12,7 @@ from podium.algorithms.losses import Tokens, entropy_loss, policy_loss
 from podium.certify.answer_ends import ends_check
 from podium.certify.check_result import Check, largest
 from podium.certify.known_answers import grades_check
+from podium.certify.known_models import architectures_check
 from podium.certify.made_up_rewards import rewards_check
 from podium.certify.mixtures import choice_check, mixture_check
 from podium.certify.naive import Scores, Sequences, in_float64, kl_losses, objective, policy_losses
@@ -183,6 +184,7 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
     yield rewards_check()
     yield grades_check(updates.subject.user.tasks)
     yield plays_check(updates.subject.user.tasks)
+    yield architectures_check()
 
 
 def formula_cases(own: Rules) -> dict[str, list[Changes]]:

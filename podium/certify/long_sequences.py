@@ -98,7 +98,6 @@ def _later_turns_error(subject: Subject) -> float:
     for row, (key, last) in enumerate(second.items()):
         begin = len(first[key].tokens) + len(REPLY)
         errors.append(float(np.abs(last.full_logprobs - naive[row, begin : begin + len(last.tokens)]).max()))
-    print(engine.stats())
     return largest(errors) / float(np.abs(naive).max())
 
 

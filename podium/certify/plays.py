@@ -2,12 +2,16 @@
 
 import json
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from podium.certify.check_result import Check
 from podium.config.schema import TaskConfig
+from podium.serve.bodies import ChatBody, RequestError
 from podium.tasks.conversation import Turn, as_reply
+from podium.tasks.conversations.loopback import Line
+from podium.tasks.conversations.program import Led
 from podium.tasks.conversations.tool_calls import CallForm, read_calls
 from podium.tasks.games.calculator import calculator
 from podium.tasks.registry import make_task
@@ -46,14 +50,58 @@ SUMS: Mapping[str, str] = {
 }
 
 
+class _Asks(threading.Thread):
+    """A program that asks the model twice and then earns 1, or 0.25 where its second request is refused."""
+
+    def __init__(self, line: Line) -> None:
+        super().__init__(daemon=True)
+        self._line, self._earned, self.heard = line, 0.0, list[str]()
+        self.start()
+
+    def run(self) -> None:
+        said = [{"role": "user", "content": "8 9"}]
+        try:
+            for _ in range(2):
+                turn = self._line.ask(ChatBody.model_validate({"model": "policy", "messages": said}))
+                self.heard.append(turn.text)
+                said += [{"role": "assistant", "content": turn.text}, {"role": "user", "content": "7"}]
+            self._earned = 1.0
+        except RequestError:
+            self._earned = 0.25
+        self._line.end()
+
+    def reward(self) -> float:
+        """Wait until it has ended."""
+        self.join()
+        return self._earned
+
+    def stop(self) -> None:
+        """Do nothing, since it ends by itself."""
+
+
+def _wrong_programs() -> int:
+    """Number of conversations, led by a program, that have a wrong request, end or reward."""
+    wrong = 0
+    for answers, paid in ((2, 1.0), (1, 0.25)):
+        led = Led(_Asks)
+        requests = [led.begin()]
+        replies = [led.reply(Turn(text=text, number=turn)) for turn, text in enumerate("AB"[:answers])]
+        requests += [each.asking for each in replies if each.asking is not None]
+        said = [[(each["role"], each["content"]) for each in asking.messages] for asking in requests]
+        wrong += said != [[("user", "8 9")], [("user", "7")]] or [each.fresh for each in requests] != [True, False]
+        wrong += replies[-1].done != (answers == 2) or led.grade() != paid
+    return wrong
+
+
 def plays_check(tasks: Sequence[TaskConfig]) -> Check:
     """Count the games of the config's tasks with a wrong reply, end or reward, and the calls that are read wrongly."""
     own = [(NAIVE_GAMES[task.name], task) for task in tasks if task.name in NAIVE_GAMES]
     return Check(
         name="environments",
-        claim="calls in every form are read as they are written; games reply, end and pay by their rules",
+        claim="calls in every form are read as they are written; games and programs go on, end and pay by their rules",
         difference=float(sum(_wrong_games(*each) for each in own) + sum(_is_misread(form) for form in WRITTEN))
-        + sum(calculator(text) != value for text, value in SUMS.items()),
+        + sum(calculator(text) != value for text, value in SUMS.items())
+        + _wrong_programs(),
         bar=0,
     )
 

@@ -10,6 +10,8 @@ from podium.certify.naive_draws import environment_seed
 from podium.certify.numbers_task import (
     MOST_CALLS,
     TURNS,
+    LetterBackend,
+    as_read,
     calls_in,
     fails,
     final_pay,
@@ -19,6 +21,7 @@ from podium.certify.numbers_task import (
     is_open,
     letters,
     pay,
+    reply_to,
 )
 from podium.certify.small_run import MOST_DRAWN, OVERLONG_TOKENS
 from podium.certify.subject import MAX_NEW_TOKENS, Subject
@@ -76,8 +79,42 @@ def _is_right_talk(subject: Subject, training: Training, asked: Asked, transcrip
     right &= all(map(_ended, drawn[:-1])) and not any(_asks_too_often(texts[:end]) for end in range(1, len(texts)))
     if transcript.finish_reason == "failed":
         return right and asked.fails and _heard(drawn[-1], texts) and fails(len(drawn) - 1, texts[-1]) and reward.failed
-    right &= _ends(subject, transcript, texts, asked)
+    right &= _ends(subject, transcript, texts, asked) and _said(transcript) == _expected_messages(
+        subject, texts, asked, transcript
+    )
     return right and _paid(training, asked.question, drawn, texts, reward)
+
+
+Said = tuple[str, tuple[int, ...] | str, int]
+"""A message: its role, what it says, as tokens if it is a reply, and how many calls it has."""
+
+
+def _said(transcript: Transcript) -> list[Said]:
+    """The messages of a conversation that were recorded."""
+    encode = LetterBackend().encode
+    return [
+        (
+            str(each["role"]),
+            tuple(encode(str(each["content"]))) if each["role"] != "assistant" else "",
+            len(list(calls)) if isinstance(calls := each.get("tool_calls"), list) else 0,
+        )
+        for each in transcript.messages
+    ]
+
+
+def _expected_messages(subject: Subject, texts: Sequence[str], asked: Asked, transcript: Transcript) -> list[Said]:
+    """The messages of a conversation with these answers: each answer, and the replies behind it."""
+    found: list[Said] = []
+    for turn, text in enumerate(texts):
+        calls = len(calls_in(turn, text))
+        found.append(("assistant", "", calls))
+        last = turn + 1 == len(texts)
+        if not last or (
+            _heard(transcript.spans[-1], texts) and turn + 1 < TURNS
+        ):  # a reply that did not fit is told too
+            replies = reply_to(turn, text, subject.decoder.vocab, asked.environment)
+            found += [("tool" if calls else "user", tuple(as_read(each)), 0) for each in replies]
+    return found
 
 
 def _ended(span: Span) -> bool:

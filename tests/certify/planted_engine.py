@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from planted_runs import Plant
 
 from podium.models import decoder
-from podium.rollout import cache, device, engine, programs, sampling
+from podium.rollout import cache, device, engine, programs, sampling, sequence
 from podium.rollout.sequence import Sequence
 from podium.sampling.conversations import turns
 
@@ -147,3 +147,20 @@ def one_stream_for_a_group() -> Plant:
 
 def turns_share_a_seed() -> Plant:
     return turns.Turns, "seed", lambda own, live: own.prompts[live.index].seed
+
+
+def cells_not_copied() -> Plant:
+    """The recurrent states behind a prompt are not copied to its completions."""
+    return device.Device, "copy_cells", lambda own, copies: None
+
+
+def two_missing_tokens_called_one() -> Plant:
+    """Of two tokens whose keys are missing, the next decode step writes the last alone."""
+    original = Sequence.missing.fget
+    return Sequence, "missing", property(lambda own: found if (found := original(own)) > 2 else 0)
+
+
+def first_tokens_share_their_experts() -> Plant:
+    """A completion's first token has the experts that older weights chose for another completion of its prompt."""
+    original = sequence.unknown
+    return sequence, "unknown", lambda rows, *others: original(rows + 1, *others)

@@ -10,6 +10,7 @@ from planted_runs import Plant
 
 from podium.algorithms import losses
 from podium.certify import formulas
+from podium.models import quantised
 from podium.train import trainer
 from podium.train.optimizer import transforms
 from podium.train.optimizer import transforms as optimizer
@@ -217,3 +218,30 @@ def final_fraction_ignored() -> Plant:
         "learning_rate",
         lambda config, total: original(config.model_copy(update={"final_fraction": 0.0}), total),
     )
+
+
+def muon_of_other_axes() -> Plant:
+    """Muon orthogonalises a stack's first two dimensions."""
+    original = transforms.muon_dimensions
+    return transforms, "muon_dimensions", lambda spec: original(spec) and optax.contrib.MuonDimensionNumbers()
+
+
+def momentum_of_nesterov() -> Plant:
+    original = transforms.optax.trace
+    return transforms.optax, "trace", lambda decay: original(decay, nesterov=True)
+
+
+def gradient_of_k3_for_k3_plus() -> Plant:
+    original = losses.kl_loss
+
+    def planted(kl, logprobs, reference_logprobs):
+        if kl != "k3+":
+            return original(kl, logprobs, reference_logprobs)
+        return jnp.minimum(original("k3", logprobs, reference_logprobs), losses.K3_PLUS_BOUND)
+
+    return losses, "kl_loss", planted
+
+
+def steps_of_an_eighth_bit() -> Plant:
+    """The largest absolute value of an output is code 128, which int8 does not have."""
+    return quantised, "step_of", lambda largest: largest / 128

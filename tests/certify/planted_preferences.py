@@ -11,6 +11,7 @@ from podium.algorithms import losses, recipes
 from podium.rollout import device
 from podium.rollout.request import SamplingParams
 from podium.sampling import groups
+from podium.train import held_out
 from podium.train.batches import prepare
 
 # What preferences say.
@@ -91,3 +92,12 @@ def correction_without_the_penalty() -> Plant:
 def groups_judged_by_their_totals() -> Plant:
     original = groups.Group.judged
     return groups.Group, "judged", lambda group, part: original(group, None)
+
+
+def held_out_rewards_without_beta() -> Plant:
+    original = held_out.preference_stats
+
+    def planted(recipe, groups, ratios):
+        return original(dataclasses.replace(recipe, loss_options={**recipe.loss_options, "beta": 1.0}), groups, ratios)
+
+    return held_out, "preference_stats", planted

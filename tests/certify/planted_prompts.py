@@ -116,3 +116,12 @@ def a_prompt_skipped_each_step() -> Plant:
         return original(own, count)
 
     return feed.Feed, "next", planted
+
+
+def system_prompts_left_out() -> Plant:
+    original = mixture.LevelPrompts.asked
+
+    def planted(own, level, prompt):
+        return dataclasses.replace(original(own, level, prompt), system_prompt=None)
+
+    return mixture.LevelPrompts, "asked", planted

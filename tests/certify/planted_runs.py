@@ -15,11 +15,14 @@ from podium.rollout import cache_layout, engine, scheduler
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.sequence import Sequence
 from podium.rollout.transcript import Transcript
-from podium.sampling import feed, grades, sampler
-from podium.sampling.conversations import carry, conversation_carry, conversations, environment_client, turns
+from podium.sampling import feed, grades, groups, sampler
+from podium.sampling.conversations import carry, conversation_carry, conversations, environment_client, episode, turns
 from podium.sampling.conversations.dialogue import Dialogue
-from podium.tasks import grading, mixture
-from podium.train import evaluate, first_state, step, trainer
+from podium.tasks import grading, mixture, rewards
+from podium.tasks.conversations import program
+from podium.tasks.games import mastermind
+from podium.tasks.math_answers import formula_values
+from podium.train import evaluate, first_state, learner, recorder, step, trainer
 from podium.train import open as run_opening
 from podium.train.batches import prepare
 from podium.train.checkpoints import checkpoint
@@ -620,3 +623,96 @@ def a_token_more_than_a_conversation_may_draw() -> Plant:
 def critic_learns_rewards_without_their_kl() -> Plant:
     original = prepare._value_targets
     return prepare, "_value_targets", lambda packed, recipe, scored, kl: original(packed, recipe, scored, None)
+
+
+# Conversations, answers and rewards.
+
+
+def messages_in_reverse() -> Plant:
+    """A reply is recorded before what it answers."""
+
+    def planted(own, messages):
+        said = (*messages, *own.transcript.messages)
+        return dataclasses.replace(own, transcript=dataclasses.replace(own.transcript, messages=said))
+
+    return episode.Episode, "saying", planted
+
+
+def a_call_more_than_allowed() -> Plant:
+    original = episode.Episode.calls.fget
+    return episode.Episode, "calls", property(lambda own: original(own) - 1)
+
+
+def long_replies_not_cut() -> Plant:
+    return turns.Turns, "fitting", lambda own, dialogue, messages: list(messages)
+
+
+def failures_counted_as_wrong_answers() -> Plant:
+    """A failed conversation counts in the share of right answers."""
+
+    def planted(own):
+        found = [reward.parts.get("correct", 0.0) for reward in own.rewards]
+        return min(1.0, max(0.0, sum(found) / len(found)))
+
+    return groups.Group, "correct", property(planted)
+
+
+def programs_unpaid_where_a_limit_ended_them() -> Plant:
+    original = program.Led.grade
+    return program.Led, "grade", lambda own: original(own) if own._ended else 0.0
+
+
+def logarithms_upside_down() -> Plant:
+    original = formula_values._logarithm
+    return formula_values, "_logarithm", lambda value, base: original(base, value)
+
+
+def digits_marked_twice() -> Plant:
+    """A guessed digit is marked as often as it is guessed."""
+    original = mastermind.marks
+
+    def planted(code, guess):
+        found = original(code, guess)
+        return found._replace(elsewhere=sum(digit in code for digit in guess) - found.placed)
+
+    return mastermind, "marks", planted
+
+
+def repetition_rewarded() -> Plant:
+    known = rewards.TEXT_REWARDS
+    return rewards, "TEXT_REWARDS", {**known, "repetition": lambda *given: -known["repetition"](*given)}
+
+
+def logprobs_after_the_penalty_saved() -> Plant:
+    """A checkpoint has the log-probabilities that tokens were drawn with, in place of the policy's."""
+    original = carry.completion_record
+
+    def planted(completion):
+        return original(dataclasses.replace(completion, full_logprobs=completion.sampled_logprobs))
+
+    return carry, "completion_record", planted
+
+
+def staleness_reported_one_too_high() -> Plant:
+    original = recorder.carry_stats
+
+    def planted(*given):
+        made = original(*given)
+        return made and dataclasses.replace(made, staleness=made.staleness + 1)
+
+    return recorder, "carry_stats", planted
+
+
+def critic_s_rates_of_missing_minibatches_not_passed_over() -> Plant:
+    """A critic without one of its minibatches uses the first learning rates of the step's share, not the last ones."""
+    original, moved = trainer.update_learner, learner.at_schedule_step
+
+    def planted(own, state, batches, step, *, minibatches):
+        late = own.spec.updates * (minibatches - len(batches))
+        learner.at_schedule_step = lambda state, position: moved(state, max(0, position - late))
+        try:
+            return original(own, state, batches, step, minibatches=minibatches)
+        finally:
+            learner.at_schedule_step = moved
+
+    return trainer, "update_learner", planted

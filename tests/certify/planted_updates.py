@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from planted_runs import Plant
 
+from podium.algorithms import routers
 from podium.models import architecture
 from podium.models.attention.mask import Visibility
 from podium.models.blocks import routing
+from podium.models.files import config_keys, gguf_config
+from podium.models.files.gguf_metadata import mixture_keys
 from podium.train import step
 from podium.train.batches import samples
 
@@ -126,3 +129,29 @@ def prompts_unseen_over_split_rows() -> Plant:
         return original(backend, own, rules)
 
     return step, "row_attention", planted
+
+
+def balance_of_mean_probabilities() -> Plant:
+    """A router's probabilities are averaged over rows, and not over all tokens."""
+
+    def planted(router):
+        load, shares = routers._load(router), jnp.mean(router.shares, axis=1)
+        return load.shape[-1] * jnp.sum(load * shares, axis=-1)
+
+    return routers, "_balance_loss", planted
+
+
+def gguf_experts_not_normalised() -> Plant:
+    """A GGUF file's mixture is read without what its architecture implies."""
+    family = gguf_config.FAMILIES["qwen3_moe"]
+    form = dataclasses.replace(family.gguf, keys=lambda metadata, raw: mixture_keys(metadata))
+    return gguf_config, "FAMILIES", {**gguf_config.FAMILIES, "qwen3_moe": dataclasses.replace(family, gguf=form)}
+
+
+def aliases_left_out() -> Plant:
+    """A key of config.json under another name is left out, so that its default counts."""
+    return (
+        config_keys,
+        "_without_aliases",
+        lambda raw, aliases, where: {key: value for key, value in raw.items() if key not in aliases},
+    )
