@@ -106,6 +106,8 @@ class SliceLists:
         self.gcloud = gcloud
         self.owner = owner
         self.clock = clock
+        self.began = clock.time()
+        """When the command was given, by this machine's clock."""
         self.say = say
         self.random_word = random_word
         self._parallel = parallel

@@ -292,6 +292,26 @@ def test_a_stop_before_a_laptop_hears_that_its_slice_was_granted_is_heard(laptop
     assert again.observe().over is None  # the same command again overrides the stop
 
 
+@pytest.mark.parametrize("skew_s", [-9000.0, 0.0, 9000.0])
+@pytest.mark.parametrize(("stopped_s", "status"), [(-600.0, None), (600.0, STOPPED)])
+def test_a_command_that_looks_late_obeys_the_stops_that_were_given_after_it(laptops, stopped_s, status, skew_s):
+    """Its laptop was offline for an hour, and its clock is wrong."""
+    stopping = Endings(laptops.project().slices, "b", "run-1")
+    laptops.clock.sleep(600.0)
+    if stopped_s < 0:
+        stopping.add(STOPPED, "word")
+    laptops.clock.sleep(600.0)
+    late = laptops.project(skew_s=skew_s).slices
+    late.began = late.clock.time()
+    laptops.clock.sleep(600.0)
+    if stopped_s > 0:
+        stopping.add(STOPPED, "word")
+    laptops.clock.sleep(3600.0)
+    keeping = Endings(late, "b", "run-1")
+    keeping.begin()
+    assert keeping.status() == status
+
+
 def test_a_stop_withdraws_a_request_in_the_queue(laptops, monkeypatch):
     laptops.fake.capacity = dict.fromkeys(ZONES, 0)
     heard = []
