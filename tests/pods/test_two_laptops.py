@@ -160,6 +160,25 @@ def test_a_laptop_that_wakes_deletes_nothing_that_another_laptop_rented(laptops,
     assert slept >= 4
 
 
+@pytest.mark.parametrize("method", ["PUT", "DELETE"])
+def test_down_deletes_what_it_has_found_and_nothing_that_was_rented_later(laptops, monkeypatch, method):
+    laptops.session()
+    project, machines = laptops.project(), []
+    monkeypatch.setattr(commands, "open_project", lambda *_: project)
+
+    def instant(sent: str) -> None:
+        if sent == method:
+            laptops.gcloud.instant = lambda sent: None
+            other = laptops.project()
+            other.slices.down("demo")
+            laptops.session("other", other)
+            machines.extend(laptops.nodes())
+
+    laptops.gcloud.instant = instant
+    commands.down(name="demo", project=None, dry_run=False)
+    assert laptops.nodes() == machines != []
+
+
 def test_a_stop_that_was_heard_is_remembered_when_the_slice_is_gone(laptops):
     """A slice that the user made tells it by its label alone."""
     maker = laptops.opened(own=False)
