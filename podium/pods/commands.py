@@ -7,6 +7,7 @@ laptops. Results go to stdout, progress to stderr. With `--dry-run` a command ru
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -194,12 +195,14 @@ def down(name: Name, common: Common) -> None:
         gcloud = project.slices.gcloud
         gcloud.checked(gcloud.argv.delete_vm(keeper.name, keeper.zone))
         project.say(f"deleted {keeper.name}, which kept its run alive")
-    run = os.environ.get(RUN_VARIABLE)
-    for each in project.slices.titled(name):
-        if each.run is not None and run in (None, each.run):  # a sleeping command may keep the run alive
-            endings = Endings(project.slices, each.labels.get(BUCKET), each.run)
-            endings.add(1, project.world.random_word("WORD"))
-    deleted = project.slices.down(name, run)
+
+    def tell(found: Sequence[Slice]) -> None:
+        for each in found:
+            if each.run is not None:  # a sleeping command may keep the run alive
+                endings = Endings(project.slices, each.labels.get(BUCKET), each.run)
+                endings.add(1, project.world.random_word("WORD"))
+
+    deleted = project.slices.down(name, os.environ.get(RUN_VARIABLE), tell=tell)
     listed = ", ".join(f"{each.name} in {each.zone}" for each in deleted)
     project.answer(f"deleted {listed}; it is no longer listed" if deleted else f"no slice of yours is named {name}")
 

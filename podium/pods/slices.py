@@ -106,6 +106,8 @@ class SliceLists:
         self.gcloud = gcloud
         self.owner = owner
         self.clock = clock
+        self.began = clock.time()
+        """When the command was given, by this machine's clock."""
         self.say = say
         self.random_word = random_word
         self._parallel = parallel
@@ -291,15 +293,19 @@ class Slices(SliceLists):
             self.say(f"{holder.zone}: {reason}")
         return None
 
-    def down(self, name: str, run: str | None = None) -> list[Slice]:
+    def down(
+        self, name: str, run: str | None = None, *, tell: Callable[[Sequence[Slice]], None] = lambda found: None
+    ) -> list[Slice]:
         """Delete our slices with this title or name in all zones, verify that they no longer exist, and return them.
 
-        With `run`, only those that were rented for this run. Raises SliceError if something remains.
+        With `run`, only those that were rented for this run. `tell` is called with what will be deleted. Raises
+        SliceError if something remains.
         """
         found = [each for each in self.titled(name) if run in (None, each.run)]
         if not found:  # a request without a reply may be in progress, or its zone unreachable
             self.clock.sleep(LATE_S)
             found = [each for each in self.titled(name, each_zone=True) if run in (None, each.run)]
+        tell(found)
         self.gcloud.note(f"for every slice of yours that is named {name} (the second command if it was not queued):")
         self.delete(found)
         return found

@@ -353,28 +353,6 @@ def test_machines_taken_at_random_instants_cost_at_most_two_save_intervals(make_
     assert world.fake.everything() == []
 
 
-@pytest.mark.parametrize(
-    "word", [*(pytest.param(word, marks=pytest.mark.long) for word in ("scp", "agent start")), "agent logs"]
-)
-def test_machines_taken_at_any_command_of_the_laptop_are_replaced(make_world, pod, word):
-    """While the run is sent, as it is started, and between a look at it and its log."""
-    world = make_world(workers=1)
-    world.plan(steps=6, save_every=SAVE_EVERY, hold=True)
-    assert pod("up", "demo", "--type", "v6e-8", "--zone", ZONES[0])[0] == 0
-
-    def take() -> None:
-        world.fake.preempt("demo")
-        world.hosts.lose(0)
-        world.hosts.renew()
-        world.release()
-
-    world.on_command(word, take)
-    result, _, err = pod(*world.run_arguments("--keep-alive", "--slice", "demo"))
-    assert result == 0, err
-    assert "replace: the slice is lost" in err
-    assert world.metrics()[-1]["step"] == 6
-
-
 def undisturbed() -> dict[int, str]:
     """The chain of a run that nothing happened to."""
     chain, found = "", {}

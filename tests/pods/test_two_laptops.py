@@ -160,6 +160,25 @@ def test_a_laptop_that_wakes_deletes_nothing_that_another_laptop_rented(laptops,
     assert slept >= 4
 
 
+@pytest.mark.parametrize("method", ["PUT", "DELETE"])
+def test_down_deletes_what_it_has_found_and_nothing_that_was_rented_later(laptops, monkeypatch, method):
+    laptops.session()
+    project, machines = laptops.project(), []
+    monkeypatch.setattr(commands, "open_project", lambda *_: project)
+
+    def instant(sent: str) -> None:
+        if sent == method:
+            laptops.gcloud.instant = lambda sent: None
+            other = laptops.project()
+            other.slices.down("demo")
+            laptops.session("other", other)
+            machines.extend(laptops.nodes())
+
+    laptops.gcloud.instant = instant
+    commands.down(name="demo", project=None, dry_run=False)
+    assert laptops.nodes() == machines != []
+
+
 def test_a_stop_that_was_heard_is_remembered_when_the_slice_is_gone(laptops):
     """A slice that the user made tells it by its label alone."""
     maker = laptops.opened(own=False)
@@ -290,6 +309,26 @@ def test_a_stop_before_a_laptop_hears_that_its_slice_was_granted_is_heard(laptop
     assert session.observe().over == 143
     again = laptops.session(own=False)
     assert again.observe().over is None  # the same command again overrides the stop
+
+
+@pytest.mark.parametrize("skew_s", [-9000.0, 0.0, 9000.0])
+@pytest.mark.parametrize(("stopped_s", "status"), [(-600.0, None), (600.0, STOPPED)])
+def test_a_command_that_looks_late_obeys_the_stops_that_were_given_after_it(laptops, stopped_s, status, skew_s):
+    """Its laptop was offline for an hour, and its clock is wrong."""
+    stopping = Endings(laptops.project().slices, "b", "run-1")
+    laptops.clock.sleep(600.0)
+    if stopped_s < 0:
+        stopping.add(STOPPED, "word")
+    laptops.clock.sleep(600.0)
+    late = laptops.project(skew_s=skew_s).slices
+    late.began = late.clock.time()
+    laptops.clock.sleep(600.0)
+    if stopped_s > 0:
+        stopping.add(STOPPED, "word")
+    laptops.clock.sleep(3600.0)
+    keeping = Endings(late, "b", "run-1")
+    keeping.begin()
+    assert keeping.status() == status
 
 
 def test_a_stop_withdraws_a_request_in_the_queue(laptops, monkeypatch):
