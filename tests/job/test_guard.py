@@ -171,7 +171,7 @@ def test_a_copy_that_comes_late_ends_alone_and_the_job_goes_on(port, tmp_path):
         thread.start()
         connection, _ = jax.accept()
         connection.sendall(b"PRI * HTTP/2.0\r\n")
-        thread.join(10)
+        thread.join(60)
         connection.close()
     assert "worker 0 is not waiting for this job at" in late[0]
     assert "the job is already running there" in late[0]

@@ -31,7 +31,7 @@ HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-A: "
 
 
 def connected(port):
-    return socket.create_connection(("127.0.0.1", port), timeout=20)
+    return socket.create_connection(("127.0.0.1", port), timeout=60)
 
 
 def ended(client):
