@@ -14,8 +14,8 @@ import time
 import jax
 import pytest
 from in_thread import Server
-from processes import below, runs
-from test_server import JSON, LONG, QUESTION, answered, encode, idle, open_connection, wait_for
+from processes import below, runs, wait_for
+from test_server import JSON, LONG, QUESTION, answered, encode, idle, open_connection
 
 from benches.recipes import VOCAB, write_tiny_model
 from podium.config.errors import UsageError

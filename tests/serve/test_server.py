@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from in_thread import Server
+from processes import wait_for
 from serving import CONTEXT, QUEUE
 
 from benches.recipes import write_tiny_model
@@ -58,7 +59,7 @@ def by_engine(served, prompt, completions=1, seed=0, **settings):
     return served.engine.generate([request])[0][0]
 
 
-def idle(served, seconds=20.0):
+def idle(served, seconds=60.0):
     """Whether the engine comes to have nothing to do, with nothing left of any request."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -311,13 +312,6 @@ def open_connection(served, path, body):
 
 LONG = {"prompt": QUESTION, "max_tokens": 100, "logit_bias": None, "n": 4, "temperature": 1e6}
 """Answers that take a while: almost all draws are of other tokens than the one that ends them."""
-
-
-def wait_for(condition, seconds=20.0):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 DRAWN = {name: value for name, value in LONG.items() if name != "prompt"}
