@@ -20,15 +20,13 @@ from podium.config.schema import Config
 from podium.config.sizes import steps_at_once
 from podium.hlo.cost import Roofline, roofline
 from podium.models.architecture import DecoderConfig
-from podium.models.layouts import DecodeFloor, machine_of
-from podium.models.presets import PRESETS
+from podium.models.layouts import DecodeFloor, choose_layout, machine_of
+from podium.models.presets import preset_decoder
 from podium.plan.calibration import calibrated, load_chip
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.compiled.compile_worker import CompiledPhase
 from podium.plan.planner import make_jobs
 from podium.plan.request.phase_sizes import Planned
-from podium.run.machine import Machine
-from podium.run.resolve import resolve_layout
 from podium.run.roles import find_decoder
 from podium.settings import load_settings
 
@@ -123,7 +121,14 @@ def floor(decoder: DecoderConfig, rows: int, layout: str, accelerator: Accelerat
 def chosen(model: str, rows: int, accelerator: Accelerator, weights: RolloutWeights = "dtype") -> str:
     """The layout that `auto` chooses."""
     config = run_config(model, rows, "auto", weights)
-    layout = resolve_layout(config, find_decoder(config), Machine.planned(accelerator))
+    layout = choose_layout(
+        config.rollout,
+        find_decoder(config),
+        accelerator,
+        devices=accelerator.devices,
+        hosts=accelerator.hosts,
+        optimizer=config.train.optimizer.name,
+    )
     return f"hybrid-{layout.group}" if layout.name == "hybrid" else layout.name
 
 
@@ -149,7 +154,7 @@ def main() -> None:
     for model, points in POINTS.items():
         for rows in points:
             auto = chosen(model, rows, accelerator)
-            least = {layout: floor(PRESETS[model], rows, layout, accelerator) for layout in LAYOUTS}
+            least = {layout: floor(preset_decoder(model), rows, layout, accelerator) for layout in LAYOUTS}
             former = FORMER if (model, rows) == (next(iter(POINTS)), points[0]) else ()
             best = math.inf
             for layout in (*sorted(LAYOUTS, key=least.__getitem__), *former):

@@ -123,7 +123,7 @@ def make_config(
         train=TrainConfig(
             dtype="float32", rows_per_device=64, remat="none", optimizer=OptimizerConfig(learning_rate=3e-3)
         ),
-        critic=CriticConfig(learning_rate=3e-3) if RECIPES[recipe].learns_values else None,
+        critic=CriticConfig(learning_rate=3e-3) if RECIPES[recipe]().learns_values else None,
         eval=EvalConfig(at_start=False, at_end=False),
         checkpoint=CheckpointConfig(every_steps=0),
     )
@@ -157,7 +157,7 @@ def main() -> None:
     args = arguments(__doc__).parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for recipe in (name for name, each in RECIPES.items() if not each.demonstrations):
+        for recipe in (name for name, each in RECIPES.items() if not each().demonstrations):
             rows.append(measure(recipe, Path(folder)))
     print(f"{'recipe':22} {'first 5':>8} {'last 10':>8} {'s':>6}")
     for row in rows:

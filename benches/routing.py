@@ -34,7 +34,7 @@ from podium.models.decoder import PassSettings, forward, head_weights
 from podium.models.layouts import Layout
 from podium.models.logprobs import logits_at
 from podium.models.params import TRAIN_AXES, param_specs
-from podium.models.presets import PRESETS
+from podium.models.presets import preset_decoder
 from podium.models.recorded_experts import balances, joined_choices, recorded_choices
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
@@ -75,7 +75,7 @@ class Pass(NamedTuple):
 
 def decoder_of(model: str) -> DecoderConfig:
     """A tiny clone with as many experts as the model has, and as many for a token."""
-    original = PRESETS[model]
+    original = preset_decoder(model)
     tiny = tiny_clone(original)
     experts = {place.block.feed_forward for place in original.places}
     (real,) = (each for each in experts if isinstance(each, Experts))

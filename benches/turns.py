@@ -163,11 +163,17 @@ def opened(config: Config, model: Model) -> Iterator[Sampler]:
         yield rollouts
 
 
+def environments_of(rollouts: Sampler) -> Environments:
+    """The environments of a sampler's conversations."""
+    assert rollouts.episodes is not None, "a task has conversations"
+    return rollouts.episodes.client.environments
+
+
 def hold(rollouts: Sampler, waits: Mapping[str, Any]) -> Held:
     """Hold the same conversations, with replies after `low` to `high` seconds."""
     os.environ[WAITING] = f"{waits['turns']},{waits['low']},{waits['high']}"
-    rollouts.environments.close()  # the next processes read it
-    rollouts.feed.cursor = 0
+    environments_of(rollouts).close()  # the next processes read it
+    rollouts.feed.tasks.cursor = 0
     spec = rollouts.spec
     settings = AnswerSettings(sampling=spec.training.sampling, completions=spec.training.completions)
     prompts = rollouts.feed.next(waits["prompts"])
@@ -179,15 +185,16 @@ def hold(rollouts: Sampler, waits: Mapping[str, Any]) -> Held:
 
 def start_processes(rollouts: Sampler, prompts: Any) -> None:
     """Begin and drop a conversation, so that no measured second is the start of a process."""
-    rollouts.environments.open(-1, 0, prompts[0].prompt.prompt, 0)
-    assert rollouts.environments.next(60.0) is not None
-    rollouts.environments.drop(-1)
+    environments = environments_of(rollouts)
+    environments.open(-1, 0, prompts[0].prompt.prompt, 0)
+    assert environments.next(60.0) is not None
+    environments.drop(-1)
 
 
 def environments_alone(rollouts: Sampler, waits: Mapping[str, Any]) -> float:
     """Seconds of the same conversations with answers that take no time."""
-    environments: Environments = rollouts.environments
-    rollouts.feed.cursor = 0
+    environments = environments_of(rollouts)
+    rollouts.feed.tasks.cursor = 0
     prompts = rollouts.feed.next(waits["prompts"])
     start, turns = time.perf_counter(), dict[int, int]()
     for number in range(len(prompts) * GROUP):

@@ -222,7 +222,9 @@ def recognise(device_kind: str, devices: int, slices: int = 1) -> Accelerator | 
 
     `slices` is the number of TPU slices that the devices form.
     """
-    kind = next((name for start, name in DEVICE_KINDS.items() if device_kind.startswith(start)), "")
+    kind = next((name for start, name in DEVICE_KINDS.items() if device_kind.startswith(start)), None)
+    if kind is None:
+        return None
     if kind in GPUS:
         return accelerators().get(f"{kind}-{devices}")
     one = accelerators().get(f"{kind}-{devices // slices * (2 if kind in CORES_3D else 1)}")
@@ -352,8 +354,8 @@ def _cubic_slice(generation: str, cores: int) -> Accelerator:
     """A slice of v4 or v5p: 2x2x1 machines, arranged as close to a cube as possible. Axes are rings from 4x4x4 on."""
     chips = cores // 2
     torus = [2, 2, 1]
-    while math.prod(torus) < chips:
-        torus[_to_double(torus)] *= 2
+    while math.prod(torus) < chips:  # 2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, ...
+        torus[max(axis for axis, size in enumerate(torus) if size == min(torus))] *= 2
     return Accelerator(
         name=f"{generation}-{cores}",
         generation=generation,
@@ -365,13 +367,6 @@ def _cubic_slice(generation: str, cores: int) -> Accelerator:
         host_bounds=(2, 2, 1),
         chip_config="megacore" if generation == "v4" else None,
     )
-
-
-def _to_double(torus: list[int]) -> int:
-    """The axis that doubles in the next larger slice, in the order 2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8,
-    8x8x8.
-    """
-    return max(axis for axis, size in enumerate(torus) if size == min(torus))
 
 
 def _gpus(kind: str, count: int) -> Accelerator:

@@ -1,4 +1,5 @@
-"""Makes the packages that read and write buckets wait if a bucket does not respond (`podium.patience`).
+"""Makes the packages that read and write buckets wait if a bucket does not respond (`podium.patience`), and name the
+command that renews an expired login.
 
 Everything of a run that is in a bucket goes through gcsfs or s3fs (records, what orbax writes in addition to arrays) or
 through tensorstore (arrays). In gcsfs and s3fs, all requests pass through one method of a class; a subclass whose
@@ -11,7 +12,7 @@ import functools
 import importlib
 from collections.abc import Mapping
 
-from podium.patience import PATIENCE_S, Patience, fault_of
+from podium.patience import PATIENCE_S, BucketError, Patience, fault_of
 
 _REQUESTS: Mapping[str, tuple[str, str, str]] = {
     "gs": ("gcsfs", "GCSFileSystem", "_call"),
@@ -31,7 +32,9 @@ RETRIES: Mapping[str, object] = {
 
 @functools.cache
 def wait_in_requests(kind: str) -> None:
-    """Make the package for this kind of bucket (`gs`, `s3`) wait; does nothing if it is not installed."""
+    """Make the package for this kind of bucket (`gs`, `s3`) wait, and raise BucketError if the login has expired;
+    does nothing if it is not installed.
+    """
     package, of, method = _REQUESTS[kind]
     try:
         given = getattr(importlib.import_module(package), of)
@@ -52,7 +55,10 @@ def wait_in_requests(kind: str) -> None:
             try:
                 answer = await request(self, *arguments, **more)
             except Exception as error:
-                if fault_of(error) != "outage" or not left:
+                fault = fault_of(error)
+                if fault == "login":
+                    raise BucketError(f"{kind}://", error) from error
+                if fault != "outage" or not left:
                     raise
                 await asyncio.sleep(patience.next_s(error))
             else:

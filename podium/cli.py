@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 import typer
 
 from podium import __version__
-from podium.compat.foreign_keys import offer_hints
+from podium.compat.foreign_keys import foreign_key
+from podium.config.hints import offer
 from podium.doctor.benchmarks.cli import bench_app
 from podium.malloc import keep_freed_memory
 from podium.plain import message_of
@@ -55,7 +56,7 @@ def main() -> None:
     """Run the command line; errors that a user can cause are printed without a traceback."""
     guard_errors()
     keep_freed_memory()
-    offer_hints()
+    offer(foreign_key)
     try:
         app(prog_name="podium")
     except (ValueError, OSError) as error:

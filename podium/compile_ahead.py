@@ -38,6 +38,7 @@ class CompileAhead:
 
     def __init__(self, threads: int) -> None:
         """Compile up to `threads` programs at the same time; with 0, each program is compiled by its first call."""
+        self.threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compile") if threads else None
         self._begun: dict[str, Future[jax.stages.Compiled]] = {}
 

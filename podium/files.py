@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from podium.patience import fault_of, way_out
+from podium.patience import BucketError, fault_of, way_out
 
 Record = Mapping[str, object]
 BUCKETS = ("gs://", "s3://")
@@ -46,6 +46,21 @@ def user_cache(name: str) -> Path:
 def in_bucket(path: Path) -> bool:
     """Whether the path is in a bucket."""
     return str(path).startswith(BUCKETS)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file or an object exists. Raises BucketError if its bucket does not tell; `Path.is_file` of a bucket is
+    then False.
+    """
+    if not in_bucket(path):
+        return path.is_file()
+    try:
+        path.stat()
+    except Exception as error:  # libraries of buckets raise any kind
+        if isinstance(error, FileNotFoundError) and fault_of(error) == "other":
+            return False
+        raise BucketError(str(path), error) from error
+    return True
 
 
 def absolute(path: Path) -> Path:

@@ -7,6 +7,7 @@ Standard library only.
 """
 
 import contextlib
+import errno
 import re
 import sys
 import time
@@ -15,6 +16,8 @@ from typing import Literal, Protocol, TypeVar
 
 PATIENCE_S = 1800.0
 """Seconds for which an external service may fail."""
+LONGEST_GAP_S = 600.0
+"""Seconds between two failures that count at most, because the service may not have been asked in between."""
 WAITS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 """Seconds before the first, second, and further attempts. The last is below `LEASE_S` of podium/observe/bucket.py."""
 
@@ -98,6 +101,20 @@ def way_out(fault: Fault, service: str) -> str:
     }.get(fault, "check the network")
 
 
+class BucketError(PermissionError):
+    """A bucket, or an object in it, cannot be read; the message says what to do about it."""
+
+    def __init__(self, what: str, error: Exception) -> None:
+        """`what` is the bucket or the object, beginning with gs:// or s3://; `error` is that of the library."""
+        strerror = error.strerror if isinstance(error, OSError) else None
+        reason = strerror or (str(error).splitlines() or [type(error).__name__])[0].partition(" [tensorstore_spec")[0]
+        super().__init__(errno.EACCES, reason)
+        self._message = f"{what} cannot be read: {reason}; {way_out(fault_of(error), what[:2])}"
+
+    def __str__(self) -> str:
+        return self._message
+
+
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
@@ -143,7 +160,8 @@ class Patience:
 
     def reset(self) -> None:
         """Restart the time limit, because the service has answered."""
-        self._since: float | None = None
+        self._failed: float | None = None  # when it failed last
+        self._used_s = 0.0
         self._attempts = 0
         self._said = ""
 
@@ -155,8 +173,9 @@ class Patience:
         `limited`.
         """
         now = self._clock.monotonic()
-        self._since = now if self._since is None or not limited else self._since
-        if now - self._since >= PATIENCE_S:
+        gap_s = 0.0 if self._failed is None else min(now - self._failed, LONGEST_GAP_S)
+        self._failed, self._used_s = now, self._used_s + gap_s if limited else 0.0
+        if self._used_s >= PATIENCE_S:
             raise error
         how_long = f"for {PATIENCE_S / 60:.0f} minutes" if limited else "for as long as it takes"
         if how_long != self._said:

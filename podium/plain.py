@@ -9,7 +9,7 @@ import json
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import SupportsFloat, TypeVar
+from typing import SupportsFloat, TypeVar, cast
 
 LEVELS = 64
 """Deepest nesting of a plain value. JSON parsers, templates and pickle allow more levels, each up to a
@@ -52,17 +52,14 @@ def clean(text: str) -> str:
 
 def clean_texts(value: Value) -> Value:
     """The value with all texts in its lists and dicts made clean, keys included; everything else is unchanged."""
-    return _with_clean_texts(value)  # pyright: ignore[reportReturnType]  # of the same type
-
-
-def _with_clean_texts(value: object) -> object:
+    made: object = value
     if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, dict):
-        return {_with_clean_texts(key): _with_clean_texts(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_clean_texts(item) for item in value]
-    return value
+        made = clean(value)
+    elif isinstance(value, dict):
+        made = {clean_texts(key): clean_texts(item) for key, item in value.items()}
+    elif isinstance(value, list):
+        made = [clean_texts(item) for item in value]
+    return cast(Value, made)
 
 
 def plain(value: object, levels: int = LEVELS) -> object:
@@ -120,15 +117,12 @@ def _key(key: object) -> str:
 
 def copied(value: Value) -> Value:
     """A copy of nested lists and dicts; everything else in the value is shared."""
-    return _with_copies(value)  # pyright: ignore[reportReturnType]  # of the same type
-
-
-def _with_copies(value: object) -> object:
+    made: object = value
     if isinstance(value, dict):
-        return {key: _with_copies(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_copies(item) for item in value]
-    return value
+        made = {key: copied(item) for key, item in value.items()}
+    elif isinstance(value, list):
+        made = [copied(item) for item in value]
+    return cast(Value, made)
 
 
 def number_of(value: object) -> float | None:

@@ -85,7 +85,8 @@ def load_settings(
         if any("unknown key" in problem.message for problem in error.problems):
             raise with_writers(error, paths) from None
         raise
-    check_place(paths, loaded)
+    if paths:
+        check_place(paths, loaded)
     return check.settings(loaded)
 
 

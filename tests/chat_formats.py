@@ -276,7 +276,7 @@ def backend_of(name: str) -> PreTrainedTokenizerFast:
 @functools.cache
 def format_of(name: str) -> ChatFormat:
     """A chat format."""
-    return Tokenizer(backend_of(name), eos_tokens=()).make_chat_format(FORMATS[name].options)
+    return Tokenizer(backend_of(name), eos_tokens=(), template_options=FORMATS[name].options).chat_format
 
 
 def stop_tokens_of(name: str) -> list[int]:

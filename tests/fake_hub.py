@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 MODEL = "podium/tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-ANSWERS: dict[str, tuple[int, dict[str, str], bytes]] = {  # by model: status, headers, body
+ANSWERS: dict[str, tuple[int, dict[str, str], bytes]] = {  # by model, or path below /api/: status, headers, body
     "podium/absent": (404, {"X-Error-Code": "RepoNotFound"}, b""),
     "podium/token": (401, {"X-Error-Message": "Invalid credentials in Authorization header"}, b""),
     "podium/gated": (403, {"X-Error-Code": "GatedRepo"}, b""),
@@ -56,6 +56,8 @@ def fake_hub(folder: Path) -> Iterator[str]:
             repository = "/".join(path.split("/")[3:5])
             if self.headers.get("Authorization") != f"Bearer {WRITER}":
                 self.answer(401, {"X-Error-Message": "Invalid credentials in Authorization header"}, b"")
+            elif path.removeprefix("/api/") in ANSWERS:
+                self.answer(*ANSWERS[path.removeprefix("/api/")])
             elif path == "/api/validate-yaml":
                 self.reply({"errors": [], "warnings": []})
             elif path == "/api/repos/create":

@@ -23,7 +23,7 @@ class Server:
         assert started.wait(60)
 
     def ask(self, path, method="GET", body=None, **headers):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request(method, path, body, headers)
         answer = connection.getresponse()
         body = answer.read().decode()
@@ -31,7 +31,7 @@ class Server:
         return answer.status, body, answer
 
     def listen(self, path):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request("GET", path)
         return connection, connection.getresponse()
 

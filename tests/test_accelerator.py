@@ -69,7 +69,7 @@ def updated(platform: str | None):
     )
     state = init_state(init_params(0, specs, ShardingRules(mesh, TRAIN_AXES)), optimizer)
     batch = shard_batch(random_batch(spec.batch, DECODER, LENGTHS), ShardingRules(mesh, GATHERED_AXES))
-    state, metrics = make_train_step(settings, RECIPES["grpo"], optimizer)(state, batch)
+    state, metrics = make_train_step(settings, RECIPES["grpo"](), optimizer)(state, batch)
     return {name: np.asarray(value) for name, value in {**state.params, **metrics}.items()}
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from others_code import others_code
 
-from benches import closed_form, gpu_accuracy, tasks
+from benches import closed_form, gpu_accuracy, gpu_steps, tasks
+from benches.children import gpu_step
 from benches.demo import RandomArithmetic, meets_bar
 from benches.gsm8k import check_grader
 from benches.record import command, record
@@ -82,6 +83,47 @@ def test_a_trial_of_a_bench_goes_through(name: str):
     finished = run(sys.executable, "-m", f"benches.{name}", "--tiny")
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert json.loads(finished.stdout.splitlines()[-1])
+
+
+def test_where_a_gpus_time_goes_is_tried_on_a_cpu(tmp_path: Path):
+    given = ("--tiny", "--results", str(tmp_path), "--only", "decode", "decode, four steps unrolled", "update, demo")
+    finished = run(sys.executable, "-m", "benches.gpu_steps", *given)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    found = json.loads((tmp_path / "gpu-steps-cpu.json").read_text())
+    assert [row["name"] for row in found["rows"]] == ["decode", "update, demo", "decode, four steps unrolled"]
+    for row in found["rows"]:
+        assert row["busy_ms"] + row["gap_ms"] + row["outside_ms"] == pytest.approx(row["traced_ms"], abs=1e-3)
+        assert 0 < row["busy_ms"] <= row["kernel_ms"] + 1e-3
+        assert row["kernels"] > 10
+    again = run(sys.executable, "-m", "benches.gpu_steps", *given)
+    assert (again.returncode, again.stdout) == (0, ""), "what the file has is not measured again"
+
+
+def test_a_variant_that_fails_is_part_of_the_result():
+    variant = gpu_steps.Variant(name="decode", given=["decode:demo"], flags="--xla_gpu_has_no_such_flag=1")
+    row = gpu_steps.measure(variant, 60, os.environ, tiny=True)
+    assert "xla_gpu_has_no_such_flag" in gpu_steps.line(row)
+    assert gpu_steps.line(gpu_steps.measure(variant, 0.01, os.environ, tiny=True)).endswith("not done after 0 s")
+
+
+def test_time_of_a_trace_is_kernels_gaps_and_what_is_outside():
+    us = 1000
+    spans = [(0, 10), (11, 20), (15, 30), (50, 60), (60, 64)]
+    kernels = [gpu_step.Span(us * begin, us * end, name) for (begin, end), name in zip(spans, "abacc", strict=True)]
+    call = gpu_step.Span(0, 3 * us, "cuGraphLaunch")
+    found = gpu_step.where_time_goes(kernels, [call], steps=2, traced_s=100e-6)
+    expected = {"traced_ms": 0.05, "kernel_ms": 0.024, "busy_ms": 0.0215, "gap_ms": 0.0105, "outside_ms": 0.018}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert (found["long_gap_ms"], found["long_gaps"], found["kernels"]) == (0.01, 0.5, 2.5)
+    assert (found["median_kernel_us"], found["median_gap_us"]) == (10.0, 10.5)
+    assert found["largest"] == [("a", 1.0, 0.0125), ("c", 1.0, 0.007), ("b", 0.5, 0.0045)]
+    assert found["host_calls"] == [("cuGraphLaunch", 0.5, 0.0015)]
+
+
+def test_a_loops_event_does_not_count_beside_its_body():
+    loop, first, second, after = ((0, 9, "loop"), (1, 4, "first"), (4, 9, "second"), (9, 12, "after"))
+    spans = [gpu_step.Span(*each) for each in (first, loop, after, second)]
+    assert [span.name for span in gpu_step.innermost(spans)] == ["first", "second", "after"]
 
 
 def test_gpu_script_says_how_it_is_used():

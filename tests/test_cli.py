@@ -316,7 +316,7 @@ def test_sigterm_before_training_begins_ends_the_process(tmp_path):
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "started\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == -signal.SIGTERM  # a shell says 143
+        assert process.wait(timeout=120) == -signal.SIGTERM  # a shell says 143
 
 
 def test_eval_grades_by_the_part_of_the_reward_that_counts_as_correct(podium, stub):

@@ -18,8 +18,9 @@ from podium.accelerators import find_accelerator
 from podium.config.errors import ConfigError
 from podium.config.show import file_schema
 from podium.models.architecture import with_layers
+from podium.models.files.hf_config import to_hf_config
 from podium.models.params import ROLLOUT_LAYOUTS, TRAIN_AXES, param_specs
-from podium.models.presets import PRESETS, find_architecture
+from podium.models.presets import PRESETS, find_architecture, preset_decoder
 from podium.observe.metric_table import METRICS, Metric
 from podium.observe.metrics import evaluation_metrics, find_metric
 from podium.observe.stats import EvaluationStats, TaskScores
@@ -60,8 +61,8 @@ def test_a_task_is_a_function_and_a_name_in_the_config_or_an_entry(monkeypatch, 
 
 
 def test_a_model_is_an_entry(monkeypatch):
-    preset = with_layers(PRESETS["Qwen/Qwen3-0.6B"], 2)
-    monkeypatch.setitem(PRESETS, "mine/small", preset)
+    preset = with_layers(preset_decoder("Qwen/Qwen3-0.6B"), 2)
+    monkeypatch.setitem(PRESETS, "mine/small", to_hf_config(preset))
     config = load_settings([], ["model=mine/small", RUN[1]], {}).config
     assert find_architecture("mine/small") == preset
     small, whole = (

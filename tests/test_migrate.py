@@ -180,13 +180,22 @@ def test_every_spelling_is_known(translate, key):
         ("algo: pg", "reinforce_pp", "whitened"),
         ("algo: reinforce_plus_plus", "reinforce_pp_baseline", "group baseline"),
         ("algo: dapo", "grpo", "set recipe dapo for the paper's"),
-        ("algo: ppo", "grpo", "for PPO set recipe ppo"),
+        ("algo: ppo", "ppo", "shares no weights"),
+        ("algo: {name: gae}", "ppo", "algo as a section ran grpo's estimator"),
+        ("{algo: ppo, n: 1}", "ppo", "with a value model of its own"),
         ("n: 1", "reinforce_pp", "every advantage 0"),
     ],
 )
 def test_algorithms_become_what_they_computed(translate, text, recipe, said):
     config, changed, _ = translate(f"{text}\n")
     assert config.algorithm.recipe == recipe and (said in changed or "n: 1" in text)
+
+
+def test_ppo_takes_its_discounts_along_and_reports_the_rest_of_the_value_model_as_lost(translate):
+    text = "algo: {name: ppo, estimator: {name: gae, gae_gamma: 0.99, gae_lambda: '0.9'}, update: {value_coef: 0.5}}\n"
+    config, _, lost = translate(text)
+    assert config.algorithm.advantage_options == {"gamma": 0.99, "lam": 0.9}
+    assert "value_coef: 0.5" in lost and "gae_" not in lost
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ import pytest
 
 from podium import buckets
 from podium.buckets import wait_in_requests
-from podium.files import disk_advice
-from podium.patience import PATIENCE_S, Patience, fault_of, patiently, telling
+from podium.files import disk_advice, is_file
+from podium.observe.run_dir import run_of
+from podium.patience import PATIENCE_S, BucketError, Patience, fault_of, patiently, telling
+from podium.train.checkpoints.step_files import refusal
 
 
 class HttpError(Exception):
@@ -151,9 +153,42 @@ def test_a_request_to_a_bucket_waits_for_ten_minutes_and_says_so_in_one_line(sto
 @pytest.mark.parametrize("error", [error for error, _ in LASTING.values()], ids=LASTING)
 def test_a_request_that_cannot_succeed_is_not_repeated(store, error):
     type(store).error, type(store).until_s = error, 600.0
-    with pytest.raises(type(error)):
+    with pytest.raises(BucketError if fault_of(error) == "login" else type(error)) as caught:
         asyncio.run(store._call_s3("write"))
     assert store.clock.now == 0.0
+    if fault_of(error) == "login":
+        assert str(caught.value).endswith(f"; renew the login: {RENEWS['s3']}")
+
+
+class Unreadable(str):
+    """An object of a bucket whose requests fail."""
+
+    error: Exception
+
+    def stat(self) -> None:
+        raise self.error
+
+    def __truediv__(self, name: str) -> "Unreadable":
+        return self
+
+
+@pytest.mark.parametrize(("error", "kind"), LASTING.values(), ids=LASTING)
+def test_a_bucket_that_refuses_is_not_taken_for_one_without_the_run(error, kind, monkeypatch):
+    found = Unreadable(f"{kind}://b/runs/demo")
+    found.error = error
+    monkeypatch.setattr("podium.observe.run_dir.as_path", lambda text: found)
+    with pytest.raises(BucketError) as caught:
+        run_of(found)
+    assert str(caught.value).startswith(f"{found} cannot be read: ") and "\n" not in str(caught.value)
+    assert RENEWS[kind] in str(caught.value) or str(caught.value).endswith("create the bucket, or check its name")
+    assert str(refusal(found, error)) == str(caught.value)
+
+
+def test_a_bucket_without_the_run_says_that_it_has_none():
+    found = Unreadable("gs://b/runs/demo")
+    found.error = FileNotFoundError("b/runs/demo")
+    assert not is_file(found)
+    assert refusal(found, found.error) is None
 
 
 def test_patience_ends_after_half_an_hour_and_begins_again_with_an_answer():
@@ -173,6 +208,19 @@ def test_patience_ends_after_half_an_hour_and_begins_again_with_an_answer():
     patience.wait(error, limited=False)
     clock.sleep(1e6)
     patience.wait(error, limited=False)
+
+
+def test_time_in_which_a_service_was_not_asked_counts_little():
+    """As when something else was waited for in between."""
+    clock = Clock()
+    patience = Patience("it", clock=clock, say=lambda line: None)
+    for _ in range(3):
+        patience.wait(TimeoutError())
+        clock.sleep(6000.0)
+    with pytest.raises(TimeoutError):
+        for _ in range(2):
+            patience.wait(TimeoutError())
+            clock.sleep(6000.0)
 
 
 def test_an_action_is_repeated_for_errors_that_may_pass_alone():

@@ -36,6 +36,10 @@ def test_burns(n):
 @pytest.mark.parametrize("n", range(4))
 def test_cases(n):
     pass
+
+@pytest.mark.parametrize("n", range(3))
+def test_heavy(n):
+    pass
 """
 
 
@@ -46,6 +50,7 @@ def project(tmp_path):
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["tiers"]\n')
     (tmp_path / "test_some.py").write_text(TESTS)
     slow = {"long_ago_slow": 9.0, "slow_and_core": 9.0, "cases[0]": 0.9, "cases[1]": 0.2, "cases[2]": 1.6}
+    slow |= {"heavy[0]": 3.0, "heavy[1]": 0.2}
     (tmp_path / "durations.json").write_text(json.dumps({f"test_some.py::test_{k}": v for k, v in slow.items()}))
     markers = "[pytest]\npythonpath = .\nmarkers =\n    slow: slow\n    core: core\n"
     (tmp_path / "pytest.ini").write_text(markers)
@@ -62,7 +67,7 @@ def ran(project: Path, *arguments: str) -> str:
 def test_slow_tests_are_left_out_unless_they_are_core(project):
     found = ran(project, "-m", "not slow")
     passed = {line.removeprefix("PASSED test_some.py::test_") for line in found.splitlines() if "PASSED" in line}
-    assert passed == {"quick", "slow_and_core", "burns[1]", "cases[0]", "cases[3]"}, found
+    assert passed == {"quick", "slow_and_core", "burns[1]", "cases[0]", "cases[3]", "heavy[2]"}, found
 
 
 def test_further_cases_are_slow_only_beside_their_first(project):

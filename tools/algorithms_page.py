@@ -30,7 +30,7 @@ def _table() -> str:
 
 
 def _row(name: str) -> tuple[str, ...]:
-    recipe, paper = RECIPES[name], PAPER.search(_docstring(name))
+    recipe, paper = RECIPES[name](), PAPER.search(_docstring(name))
     assert paper is not None, f"the docstring of {name} cites no paper: arXiv:NUMBER or doi:NAME"
     site, number = paper.groups()
     clip = "none" if not LOSSES[recipe.loss].clips else f"{recipe.clip_low:g} / {recipe.clip_high:g}"

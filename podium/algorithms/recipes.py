@@ -8,7 +8,7 @@ config error; the losses are in `podium.algorithms.losses`.
 import dataclasses
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -590,30 +590,30 @@ def ppo() -> Recipe:
     )
 
 
-RECIPES: dict[str, Recipe] = {
-    "grpo": grpo(),
-    "dr_grpo": dr_grpo(),
-    "dapo": dapo(),
-    "rloo": rloo(),
-    "remax": remax(),
-    "gdpo": gdpo(),
-    "opo": opo(),
-    "gpg": gpg(),
-    "pass_at_k": pass_at_k(),
-    "reinforce": reinforce(),
-    "reinforce_pp": reinforce_pp(),
-    "reinforce_pp_baseline": reinforce_pp_baseline(),
-    "gspo": gspo(),
-    "cispo": cispo(),
-    "sapo": sapo(),
-    "vespo": vespo(),
-    "dppo": dppo(),
-    "gmpo": gmpo(),
-    "maxrl": maxrl(),
-    "sft": sft(),
-    "dpo": dpo(),
-    "distill": distill(),
-    "ppo": ppo(),
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "dapo": dapo,
+    "rloo": rloo,
+    "remax": remax,
+    "gdpo": gdpo,
+    "opo": opo,
+    "gpg": gpg,
+    "pass_at_k": pass_at_k,
+    "reinforce": reinforce,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "vespo": vespo,
+    "dppo": dppo,
+    "gmpo": gmpo,
+    "maxrl": maxrl,
+    "sft": sft,
+    "dpo": dpo,
+    "distill": distill,
+    "ppo": ppo,
 }
 """The values of `algorithm.recipe`. To add a recipe, write a function above and a line here."""
 
@@ -626,7 +626,7 @@ def find_recipe(name: str) -> Recipe:
     if not is_path(name):
         if name not in RECIPES:
             raise ValueError(not_in(RECIPES, name))
-        return RECIPES[name]
+        return RECIPES[name]()
     found = imported(name, what="a recipe")
     recipe = found() if callable(found) else found
     if not isinstance(recipe, Recipe):

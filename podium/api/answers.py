@@ -311,4 +311,5 @@ def evaluate(
 def max_positions(model: str) -> int:
     """The longest sequence that a run's model, or a model, can read, in tokens."""
     run = run_of(model)
-    return read_architecture(resolve(read_config(as_path(run.run)).model if run else model)).max_positions
+    named = read_config(as_path(run.run)).model if run else model
+    return read_architecture(resolve(named, waits=True)).max_positions

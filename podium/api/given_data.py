@@ -90,10 +90,11 @@ def task_settings(
         return [*named, Override("grading.workers", 0, "a task of this session")] if in_session else named
     dataset = hub_id(data)
     path = None if dataset else data_file(data, folder, "data", TRAIN_SPLITS)
+    of_answers = match == "math" and question is None and answer == ANSWER
     options: dict[str, Plain] = {} if question is None else {"question": question}
     if environment is not None:
         name = "environment"
-    elif match == "math" and question is None and answer == ANSWER and _is_code(dataset, path):
+    elif of_answers and (dataset in CODE_SETS if path is None else holds_code(path)):
         name = "code"
     else:
         name = "jsonl"
@@ -119,11 +120,6 @@ def _check(questions: Questions, environment: object) -> None:
         raise ValueError(
             f"subset: {subset!r} selects a part of a data set on the hub, and data is not one; leave it out"
         )
-
-
-def _is_code(dataset: str | None, path: str | None) -> bool:
-    """Whether a data set on the hub, or a file, asks for code instead of answers to compare."""
-    return dataset in CODE_SETS if path is None else holds_code(path)
 
 
 def _held(

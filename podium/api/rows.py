@@ -11,9 +11,7 @@ from typing import Protocol, TypeGuard
 import numpy as np
 
 from podium.files import write_atomically
-from podium.patience import patiently
-from podium.tasks.known_sets import SUBSETS
-from podium.tasks.question_files import NARROW, READERS, any_of, floats_as_written, kinds_of, refuse_repeated
+from podium.tasks.question_files import NARROW, READERS, any_of, floats_as_written, hub_data, kinds_of, refuse_repeated
 
 Rows = Iterable[Mapping[str, object]]
 """Dicts, a dict of columns, a datasets.Dataset, or a pandas or polars DataFrame."""
@@ -56,7 +54,7 @@ def data_file(
             represent.
     """
     if name := hub_id(data):
-        data = _hub_splits(name, subset, what)
+        data = hub_data(what, name, subset)
     if isinstance(data, str | Path):
         return _existing(str(data), what)
     lines = [_line(row, f"{what}: row {index}") + "\n" for index, row in enumerate(_rows(data, what, splits))]
@@ -169,18 +167,6 @@ class _DataFrame(Protocol):
 
 def _is_pandas(data: object) -> TypeGuard[_DataFrame]:
     return hasattr(data, "notna") and hasattr(data, "columns")
-
-
-def _hub_splits(name: str, subset: str | None, what: str) -> object:
-    """Load the splits of a hub data set. Raises ValueError if it cannot be loaded."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError(f"{what}: data sets on the hub need `datasets`: pip install 'podium-rl[data]'") from error
-    try:
-        return patiently(lambda: datasets.load_dataset(name, subset or SUBSETS.get(name)), f"the hub, for {name}")
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{what}: could not load {name} from the hub: {error}") from error
 
 
 def _plain(value: object) -> object:

@@ -40,7 +40,7 @@ def variants() -> Iterator[Variant]:
     """Yield every recipe with two minibatches, and recipes with other options that affect a batch."""
     halves = {"minibatches": 2}
     dropping = {**halves, "zero_variance": "drop"}
-    for name in (each for each in RECIPES if not RECIPES[each].preferences):
+    for name in (each for each in RECIPES if not RECIPES[each]().preferences):
         # With a k as large as a group, all advantages of pass@k would be 0.
         yield make_variant(name, halves, {"k": 2} if name == "pass_at_k" else {})
     yield make_variant("grpo", dropping)
@@ -77,7 +77,7 @@ def make_variant(name: str, changes: Mapping[str, Any], options: Mapping[str, fl
 
     `options` are `advantage_options`; they are bound to its advantage, as are changes whose names begin with `std`.
     """
-    recipe, rules = RECIPES[name], RULES[name]
+    recipe, rules = RECIPES[name](), RULES[name]
     bound = {key: value for key, value in changes.items() if key.startswith("std")} | dict(options)
     others = {key: value for key, value in changes.items() if not key.startswith("std")}
     advantage = functools.partial(recipe.advantage, **bound)

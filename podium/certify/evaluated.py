@@ -24,7 +24,7 @@ LIKELIEST = 1e-4  # nats by which a greedy token may be less likely than the lik
 REWARD_BAR = 1e-4  # of rewards of preferences, in nats: sums of log-ratios in float32
 Z_95 = 1.959963984540054  # standard deviations that hold 95 % of a normal distribution
 ASKED = [(index, question) for index, question in enumerate(EVALUATED) if question != TOO_LONG]
-"""The questions that fit, with their places among all."""
+"""Questions that fit into a prompt, each with its index in EVALUATED."""
 
 
 def evaluation_check(subject: Subject, training: Training) -> Check:

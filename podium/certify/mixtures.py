@@ -97,7 +97,7 @@ def _wrong(spec: RolloutSpec, *, levels: int, by_progress: bool = False) -> int:
 def _run(spec: RolloutSpec, prompts: PromptSpec) -> PartialRollouts:
     """The beginning of a run, without its engine."""
     feed = Feed(prompts, Tokenizer(LetterBackend(), eos_tokens=()))
-    return PartialRollouts(feed, spec, forget=lambda: None)
+    return PartialRollouts(feed, spec)
 
 
 def _known(prompt: EncodedPrompt) -> tuple[int, int, str, int]:

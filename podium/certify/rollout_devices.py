@@ -35,7 +35,7 @@ def rollout_device_checks(updates: Updates) -> Iterator[Check]:
     subject, mesh = updates.subject, device_mesh(updates.subject)
     if mesh is None:
         return
-    spec = resolve_rollout(subject.config, subject.recipe, subject.decoder, machine_of(one_device()))
+    spec = resolve_rollout(subject.config, subject.recipe, subject.decoder, machine_of(list(one_device().devices.flat)))
     spec = dataclasses.replace(spec, layout=Layout(name="hybrid", group=GROUP), settings=with_room(spec.settings))
     rollouts = Sampler(spec, subject.decoder, Tokenizer(LetterBackend(), eos_tokens=()), mesh)
     whole = NamedSharding(mesh, PartitionSpec())

@@ -143,7 +143,7 @@ class Subject:
     def rollouts(self) -> Sampler:
         """The run's own sampling and grading, on the first device. Call its `load` before use."""
         mesh = one_device()
-        spec = resolve_rollout(self.config, self.recipe, self.decoder, machine_of(mesh))
+        spec = resolve_rollout(self.config, self.recipe, self.decoder, machine_of(list(mesh.devices.flat)))
         return Sampler(spec, self.decoder, Tokenizer(LetterBackend(), eos_tokens=()), mesh)
 
     @functools.cached_property

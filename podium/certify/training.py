@@ -38,7 +38,7 @@ from podium.sharding import Params
 from podium.tasks.mixture import TaskMixture, TaskPrompt
 from podium.train.batches.batch import Batch
 from podium.train.checkpoints.checkpoint import Checkpointer
-from podium.train.checkpoints.saving import SaveTimer, Saving
+from podium.train.checkpoints.saving import Saving
 from podium.train.evaluate import evaluate
 from podium.train.first_state import Origin, make_optimizers
 from podium.train.held_out import held_out_preferences
@@ -172,7 +172,7 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
         dropped = list(ledgers.dropped)
         evaluation = None
         if evaluated:
-            if not run.source.draws:
+            if spec.recipe.demonstrations:
                 rollouts.load(subject.trained(mesh, weights), frozen, version=spec.steps)
             last, _ = checkpointer.restore(spec.steps, origin.abstract())
             evaluation = _evaluated(rollouts, spec, trainer, last)
@@ -243,7 +243,7 @@ def _make_run(
         source=make_source(spec, rollouts),
         trainer=trainer,
         recorder=Recorder(spec, around, silent, rollouts.feed, check=None, on_step=report),
-        saving=Saving(checkpointer, SaveTimer(0.0), stop, to_continue=lambda: ""),
+        saving=Saving(checkpointer, stop, to_continue=lambda: ""),
         profiler=silent,
         resources=resources,
     )

@@ -260,7 +260,7 @@ class Updates:
         """The trainer's settings and compiled programs for this form."""
         config = self.subject.config
         changed = config.model_copy(update={"train": config.train.model_copy(update=dict(form.train))})
-        update = resolve_update(changed, self.subject.recipe, machine_of(form.mesh), form.mesh.shape)
+        update = resolve_update(changed, self.subject.recipe, machine_of(list(form.mesh.devices.flat)), form.mesh.shape)
         chunk = min(update.head_chunk_tokens, form.rows * form.row_tokens)  # larger chunks give the same program
         update = dataclasses.replace(update, head_chunk_tokens=chunk)
         settings = TrainSettings(self.subject.decoder, form.mesh, update)

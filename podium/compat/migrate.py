@@ -53,7 +53,17 @@ def migrate(path: Path, environ: Mapping[str, str]) -> Migration:
     for key, about in seed_keys().items():
         if about.becomes and (value := old.get(key)) is not None:
             old.put(key, about.becomes, value, about.why)
-    for translate in (_rewards, _prompts, _sampling, _update, _optimizer, _schedule, _algorithm, _evaluation):
+    for translate in (
+        _rewards,
+        _prompts,
+        _sampling,
+        _update,
+        _optimizer,
+        _schedule,
+        _algorithm,
+        _discounts,
+        _evaluation,
+    ):
         translate(old)
     old.put("mesh_shape", "mesh", *_mesh(old))
     old.lose_the_rest()
@@ -266,7 +276,7 @@ _RECIPES = {
     ),
     "reinforce": ("reinforce_pp", "rewards whitened over the batch and PPO's clip, as in the seed system"),
     "reinforce++": ("reinforce_pp_baseline", "a group baseline, whitened over the batch, as in the seed system"),
-    "gae": ("grpo", "PPO's value model is not translated, so this is GRPO; for PPO set recipe ppo"),
+    "gae": ("ppo", "with a value model of its own, which shares no weights with the policy"),
 }
 _OTHER_NAMES = {"reinforcepp": "reinforce++", "reinforce_plus_plus": "reinforce++", "ppo": "gae"}
 _OTHER_NAMES |= {"pg": "reinforce", "policy_gradient": "reinforce"}
@@ -283,7 +293,7 @@ def _algorithm(old: _Translation) -> None:
     recipe, why = _RECIPES[name]
     if name == "rloo" and not old.get("algo.estimator.rloo_whiten"):
         recipe, why = "rloo", "without whitening"
-    if old.new["group_size"] < 2 and recipe != "reinforce_pp":
+    if old.new["group_size"] < 2 and recipe not in ("reinforce_pp", "ppo"):
         recipe, why = (
             "reinforce_pp",
             ("with one completion per prompt, every advantage was 0 in the seed system; this recipe learns from it"),
@@ -300,6 +310,13 @@ def _algorithm(old: _Translation) -> None:
     old.fix("algorithm.clip_low", 0.2, "fixed in the seed system's code")
     old.fix("algorithm.clip_high", 0.3, "fixed in the seed system's code")
     old.fix("algorithm.old_logprobs", "trainer", "the seed system's ratio was to the trainer's own log-probabilities")
+
+
+def _discounts(old: _Translation) -> None:
+    """Set the discounts of generalised advantages, which only PPO has."""
+    for option, key in {"gamma": "algo.estimator.gae_gamma", "lam": "algo.estimator.gae_lambda"}.items():
+        if key in old.written and old.new["algorithm.recipe"] == "ppo":
+            old.put(key, f"algorithm.advantage_options.{option}", old.convert(key, "float"))
 
 
 def _mesh(old: _Translation) -> tuple[str, str]:

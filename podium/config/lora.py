@@ -76,11 +76,11 @@ def contradictions(lora: LoraConfig) -> Iterator[Contradiction]:
 
 
 def with_rate(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """Add LoRA's default learning rate to a config's settings if they contain `lora` but no learning rate."""
+    """Add LoRA's default learning rate to the settings of a config with `lora` that contain no learning rate."""
     train = settings.get("train", {})
     optimizer = train.get("optimizer", {}) if isinstance(train, Mapping) else None
     if not isinstance(train, Mapping) or not isinstance(optimizer, Mapping):
         return settings
-    if settings.get("lora") is None or "learning_rate" in optimizer:
+    if "learning_rate" in optimizer:
         return settings
     return {**settings, "train": {**train, "optimizer": {**optimizer, "learning_rate": LORA_RATE}}}

@@ -597,7 +597,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _rate_of_adapters(cls, settings: object) -> object:
-        return with_rate(settings) if isinstance(settings, dict) else settings
+        return with_rate(settings) if isinstance(settings, dict) and settings.get("lora") is not None else settings
 
     @model_validator(mode="after")
     def _holds_together(self, info: ValidationInfo) -> "Config":

@@ -236,7 +236,7 @@ class AgreedStop:
         `failed` is this process's error, if any: it is raised here, and HostFailedError in the other processes.
         """
         text = None if failed is None else f"{type(failed).__name__}: {failed}"
-        hosts = gather((value, self.asked(), text))
+        hosts = gather((value, self._signals.requested or self._posted, text))
         broken = next(((host, text) for host, (_, _, text) in enumerate(hosts) if text is not None), None)
         if broken is not None:
             self.leave_together()
@@ -264,10 +264,6 @@ class AgreedStop:
             number = self._poll_others(number)
         if number == signal.SIGTERM:
             raise Interrupted
-
-    def asked(self) -> int | None:
-        """The signal known to this process, to be exchanged with the others before `agree`."""
-        return self._signals.requested or self._posted
 
     def agree(self, asked: Sequence[int | None]) -> None:
         """Agree on the first signal among those known to the processes, in their order."""

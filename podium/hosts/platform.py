@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import Mesh
 
 from podium.accelerators import (
     CPU_INFO,
@@ -52,17 +51,8 @@ def keep_compiled() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def machine_of(mesh: Mesh) -> Machine:
-    """The machine that a mesh's devices belong to."""
-    return _machine(list(mesh.devices.flat))
-
-
-def this_machine() -> Machine:
-    """The machine of all devices that jax finds; starts jax. Raises ValueError if it does not start."""
-    return _machine(find_devices())
-
-
-def _machine(devices: Sequence[Device]) -> Machine:
+def machine_of(devices: Sequence[Device]) -> Machine:
+    """The machine that these devices form."""
     slices = len({slice_of(device) for device in devices})
     return Machine(
         platform=devices[0].platform,

@@ -10,8 +10,6 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import jax
-
 from podium.hosts.distributed import gather
 from podium.job.guard import GuardError
 from podium.models.files.source import ModelSource
@@ -49,8 +47,6 @@ def check_same_inputs(
     Raises:
         GuardError: a host reads other files or data than process 0; the message names host and file or task.
     """
-    if not jax.distributed.is_initialized():
-        return
     found = model_files(source.path)
     if adapter is not None:
         found |= {f"lora.adapter {name}": each for name, each in model_files(Path(adapter)).items()}

@@ -27,16 +27,13 @@ class JobContext:
     report: ProgressReport
     watchdog: Watchdog
     guard: Guard | None = None
-    notice: Notice = dataclasses.field(default_factory=Notice)
+    notice: Notice | None = None
+    """Google's announcement that this machine will be taken away; None if none is expected, outside of jobs."""
 
     @property
     def watched(self) -> bool:
         """Whether other machines wait for this process, so that a watchdog is needed."""
         return self.cluster is not None or self.report.folder is not None
-
-    def watching_for_notices(self) -> contextlib.AbstractContextManager[object]:
-        """Within the block, save and stop when Google announces that this machine will be taken away."""
-        return self.notice.watching() if self.watched else contextlib.nullcontext()
 
     def agree(self, settings: Mapping[str, object]) -> None:
         """Wait until all workers have arrived with the same settings, code and `runs_dir`.
@@ -75,8 +72,11 @@ def join_job(environ: Mapping[str, str]) -> Iterator[JobContext]:
                 leader = None if report.folder is None else report.folder.parent / "0" / RECORD
                 opened = Guard(cluster, arrival_s=arrival_s, nonce=nonce, leader_record=leader)
                 guard = stack.enter_context(opened)
-            notice = Notice(environ.get("GCE_METADATA_IP", METADATA), announce=report.announce)
-            yield JobContext(cluster=cluster, report=report, watchdog=watchdog, guard=guard, notice=notice)
+            context = JobContext(cluster=cluster, report=report, watchdog=watchdog, guard=guard)
+            if context.watched:
+                notice = Notice(environ.get("GCE_METADATA_IP", METADATA), announce=report.announce)
+                context = dataclasses.replace(context, notice=notice)
+            yield context
     except BaseException as error:
         if exit_status(error) != 0:
             report.failed(error)

@@ -19,7 +19,7 @@ from podium.models.blocks.choices import Recorded
 from podium.models.blocks.kind import Attend, Block, Place, Recur, Stack, Tree
 from podium.models.blocks.mathematics import rms_norm, rope_tables
 from podium.models.blocks.weights import AnyWeight, Codes, Weight
-from podium.models.layer_context import LayerContext, Tables
+from podium.models.layer_context import LayerContext, Tables, merge_rows, split_rows, to_rows
 from podium.models.linear import (
     activation_dtype,
     coded,
@@ -30,7 +30,6 @@ from podium.models.linear import (
     with_adapters,
 )
 from podium.models.params import SCALE, ParamSpecs, is_adapter, joined_groups, param_specs, place_weights
-from podium.models.placement import merge_rows, split_rows, to_rows
 from podium.models.quantised import dequantised
 from podium.sharding import Params, ShardingRules
 
@@ -199,7 +198,8 @@ class _Layers:
             x, weights = _expanded_late(x, weights)
         compute = functools.partial(_layer, index=inputs.layer, block=place.block, layers=self)
         rows = Rows(x, self.positions, self.tables, carried, inputs.choices)
-        multiplied = self._multiplied(weights, place)
+        scaled = any(name.endswith(SCALE) for name in weights)
+        multiplied = self._multiplied(weights, place) if scaled else weights
         if settings.groups > 1:
             x, auxiliary = _in_groups(compute, multiplied, rows, settings)
         else:
@@ -207,7 +207,7 @@ class _Layers:
         return (x, carried), auxiliary
 
     def _multiplied(self, weights: Mapping[str, AnyWeight], place: Place) -> dict[str, AnyWeight | Codes]:
-        """A layer's weights in the formats in which products read them."""
+        """The weights of a layer, some of them stored with scales, in the formats in which products read them."""
         settings = self.settings
         operands = jnp.dtype(jnp.int8) if settings.config.int8_products else settings.dtype
 
@@ -344,7 +344,7 @@ def _layer(
 
 def _in_groups(
     compute: Callable[[Mapping[str, AnyWeight | Codes], Rows], tuple[jax.Array, Tree, Tree]],
-    w: dict[str, AnyWeight | Codes],
+    w: Mapping[str, AnyWeight | Codes],
     rows: Rows,
     settings: PassSettings,
 ) -> tuple[jax.Array, Tree]:
@@ -357,7 +357,7 @@ def _in_groups(
 
     def group(rows: Rows) -> tuple[jax.Array, Tree]:
         used = _with_sums(trained, {name: x.astype(formats[name]) for name, x in sums.items()})
-        x, _, auxiliary = compute(w | used, rows)
+        x, _, auxiliary = compute({**w, **used}, rows)
         return x, auxiliary
 
     rules, split = settings.rules, functools.partial(split_rows, settings.rules, groups=settings.groups)

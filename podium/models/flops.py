@@ -67,18 +67,13 @@ def update_flops(decoder: DecoderConfig, work: Work) -> int:
     whole = PASSES * forward_flops(decoder, work)
     if decoder.lora is None:
         return whole
-    return whole + 2 * work.tokens * (PASSES * trained_elements(decoder) - matrix_elements(decoder))
+    return whole + 2 * work.tokens * (PASSES * trained_elements(decoder) - decoder.active)
 
 
 def forward_flops(decoder: DecoderConfig, work: Work) -> int:
     """Operations of one forward pass, including logits for every token."""
     attention = sum(_windowed_pair_flops(decoder, window) * work.pairs[window] for window in decoder.windows)
-    return 2 * (matrix_elements(decoder) + decoder.total(lambda work: work.per_token)) * work.tokens + attention
-
-
-def matrix_elements(decoder: DecoderConfig) -> int:
-    """N: number of matrix elements that every token is multiplied with, in layers and head."""
-    return decoder.active
+    return 2 * (decoder.active + decoder.total(lambda work: work.per_token)) * work.tokens + attention
 
 
 def pair_flops(decoder: DecoderConfig, tokens: int = 1) -> int:

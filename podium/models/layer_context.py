@@ -16,7 +16,6 @@ from podium.models.blocks.weights import LayerWeight, LayerWeights, Weight
 from podium.models.expert_mixture import mixed
 from podium.models.linear import make_linear, output_dims, several
 from podium.models.params import Group
-from podium.models.placement import from_sequences, projected_rows, to_sequences, whole_rows
 from podium.models.side_by_side import apart
 from podium.sharding import ShardingRules
 
@@ -106,7 +105,7 @@ class LayerContext:
         q, k, v = found
         if bias:
             q, k, v = (self.biased(y, w[name]) for y, name in ((q, "q_bias"), (k, "k_bias"), (v, "v_bias")))
-        return to_sequences(self.rules, q, k, v)
+        return _to_sequences(self.rules, q, k, v) if self.rules.num_shards("head_dim") > 1 else (q, k, v)
 
     def rotate(self, x: jax.Array, rope: Rope) -> jax.Array:
         """Apply a rotary embedding; on TPU by a matrix product."""
@@ -125,7 +124,9 @@ class LayerContext:
         """Call the caller's attention, and lay its output out for the next product."""
         at = At(self.layer, window, None if sinks is None else _value(sinks))
         carried, attended = self.attention(self.carried, at, q, k, v)
-        return carried, from_sequences(self.rules, attended)
+        if self.rules.num_shards("head_dim") > 1:  # the inverse of `_to_sequences`
+            attended = self.rules.constrain(attended, "rows", None, "heads", "head_dim")
+        return carried, attended
 
     def recur(self, initial: States, advance: Advance) -> tuple[Tree, jax.Array]:
         """Advance the caller's states. Raises ValueError if the caller of `forward` stores none."""
@@ -135,13 +136,55 @@ class LayerContext:
 
     def whole_rows(self, x: jax.Array) -> jax.Array:
         """Lay out [B, T, H, ...] with whole rows, splitting heads over the axes that split tokens or widths before."""
-        return whole_rows(self.rules, x)
+        rest = [None] * (x.ndim - 3)
+        x = self.rules.constrain(x, "rows", "tokens", "delta_heads", *rest)
+        return self.rules.constrain(x, "batch", None, "state_heads", *rest)
 
     def projected_rows(self, y: jax.Array) -> jax.Array:
         """The inverse of `whole_rows`."""
-        return projected_rows(self.rules, y)
+        rest = [None] * (y.ndim - 3)
+        y = self.rules.constrain(y, "batch", None, "state_heads", *rest)
+        return self.rules.constrain(y, "rows", "tokens", "delta_heads", *rest)
 
 
 def _value(weight: LayerWeight) -> jax.Array:
     assert isinstance(weight, jax.Array), "this weight has no adapters: only matrices can have them"
     return weight
+
+
+def _to_sequences(
+    rules: ShardingRules, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Reshard q [B, T, H, Q], k and v [B, T, K, Q] for attention: from parts of heads to whole heads of fewer rows."""
+    B, T, H, Q = q.shape
+    K = k.shape[2]
+    parts = (q.reshape(B, T, K, H // K, Q), k[:, :, :, None], v[:, :, :, None])
+    joined = rules.constrain(jnp.concatenate(parts, axis=3), "rows", None, "kv_heads", None, "head_dim")
+    joined = rules.constrain(joined, "batch", None, "cache_heads", None, None)
+    return joined[:, :, :, :-2].reshape(B, T, H, Q), joined[:, :, :, -2], joined[:, :, :, -1]
+
+
+def to_rows(rules: ShardingRules, x: jax.Array) -> jax.Array:
+    """Reshard [B, T, D] so that each device has whole tokens of its rows.
+
+    Products with sharded weights leave the width D split over devices instead.
+    """
+    x = rules.constrain(x, "batch_by_width", "tokens_by_width", "width")
+    x = rules.constrain(x, "rows", "tokens_by_width", "width_of_rows")
+    return rules.constrain(x, "rows", "tokens", None)
+
+
+def split_rows(rules: ShardingRules, x: jax.Array, groups: int) -> jax.Array:
+    """Group every device's rows: [B, T, ...] becomes [groups, B/groups, T, ...] without communication."""
+    devices = rules.num_shards("batch")
+    x = x.reshape(devices, groups, -1, *x.shape[1:])
+    x = jnp.moveaxis(x, 1, 0).reshape(groups, -1, *x.shape[3:])
+    return rules.constrain(x, None, "batch", "tokens", *[None] * (x.ndim - 3))
+
+
+def merge_rows(rules: ShardingRules, x: jax.Array, *axes: str) -> jax.Array:
+    """The inverse of `split_rows`, for arrays whose dimensions after the rows have these logical axes."""
+    groups, devices = len(x), rules.num_shards("batch")
+    x = x.reshape(groups, devices, -1, *x.shape[2:])
+    x = jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[3:])
+    return rules.constrain(x, "batch", *axes, *[None] * (x.ndim - 1 - len(axes)))

@@ -4,23 +4,31 @@ The families contain the architectures of models that configs often name, so tha
 the model's files or a network. `podium.models.files.source` finds the weights.
 """
 
+import functools
 from collections.abc import Mapping
 
 from podium.models.architecture import DecoderConfig, ModelError, scoring_decoder
 from podium.models.families import FAMILIES
 from podium.models.files.folder import read_json
 from podium.models.files.hf_config import NO_SCORES, Head, from_hf_config
+from podium.models.files.model_settings import Keys
 from podium.models.files.source import from_hub, on_disk, read_architecture, resolve
 
 HUB_TIMEOUT_S = 2.0  # how long a plan waits for the hub to send a small file
 
 
-PRESETS: Mapping[str, DecoderConfig] = {
-    model: from_hf_config({"model_type": family.model_type, **keys}, f"the preset {model}")
+PRESETS: Mapping[str, Keys] = {
+    model: {"model_type": family.model_type, **keys}
     for family in FAMILIES.values()
     for model, keys in family.presets.items()
 }
-"""Architectures of models that the families contain, by hub id; each equals the hub's config.json."""
+"""What the hub's config.json says of models that the families contain, by hub id."""
+
+
+@functools.cache
+def preset_decoder(model: str) -> DecoderConfig:
+    """The architecture of a model in `PRESETS`."""
+    return from_hf_config(PRESETS[model], f"the preset {model}")
 
 
 def find_architecture(model: str, head: Head = "logits") -> DecoderConfig:
@@ -34,7 +42,8 @@ def find_architecture(model: str, head: Head = "logits") -> DecoderConfig:
     if model in PRESETS:
         if head == "own scores":
             raise ModelError(f"{model} {NO_SCORES}")
-        return PRESETS[model] if head == "logits" else scoring_decoder(PRESETS[model])
+        decoder = preset_decoder(model)
+        return decoder if head == "logits" else scoring_decoder(decoder)
     try:
         folder = from_hub(model, ["config.json"], timeout_s=HUB_TIMEOUT_S)
     except ModelError as error:

@@ -15,11 +15,9 @@ def routings(auxiliary: tuple[Tree, ...]) -> list[Routing]:
     return [each for each in kinds if isinstance(each, Routing)]
 
 
-def joined_choices(auxiliary: tuple[Tree, ...], decoder: DecoderConfig) -> jax.Array | None:
-    """The experts of each token [B, T, C], layer after layer; None without routers."""
+def joined_choices(auxiliary: tuple[Tree, ...], decoder: DecoderConfig) -> jax.Array:
+    """The experts of each token [B, T, C], layer after layer, of a decoder with routers."""
     found = [jnp.moveaxis(each.choices, 0, 2) for each in routings(auxiliary)]  # [B, T, L, k]
-    if not found:
-        return None
     by_place = jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in found], axis=-1)
     return _taken(by_place, np.argsort(_columns(decoder), kind="stable"))
 

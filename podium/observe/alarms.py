@@ -120,7 +120,7 @@ def check_gap(config: RolloutConfig, step: int, metrics: Mapping[str, float]) ->
 
 
 class CarryAlarms:
-    """Warnings about runs with carry-over; silent in other runs."""
+    """Warnings about runs with carry-over."""
 
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypedDict
 
-from podium.files import RunFileError, user_cache
+from podium.files import RunFileError, cause_of, user_cache
 from podium.patience import fault_of, way_out
 
 LEASE = "run.lease"
@@ -165,7 +165,7 @@ class Mirror:
         except ImportError as error:
             raise RunFileError(f"{self.bucket}: {error}; pip install 'podium-rl[{extra}]', or set runs_dir") from error
         except Exception as error:
-            reason = (str(error).splitlines() or [""])[0]
+            reason = cause_of(error)
             fault = fault_of(error)
             advice = way_out("denied" if fault == "other" else fault, str(self.bucket)[:2])
             raise RunFileError(

@@ -21,11 +21,6 @@ class Series:
     steps: list[int] = dataclasses.field(default_factory=list[int])
     values: list[float] = dataclasses.field(default_factory=list[float])
 
-    @property
-    def points(self) -> list[Point]:
-        """Each step with its value."""
-        return list(zip(self.steps, self.values, strict=True))
-
     def put(self, step: int, value: float) -> None:
         """Set the value of a step; a later call for the same step replaces it."""
         at = bisect.bisect_left(self.steps, step)
@@ -58,7 +53,7 @@ class History(Mapping[str, Series]):
 
     def points(self, name: str) -> list[Point]:
         """Each step that has the metric, with its value; empty if the run does not have the metric."""
-        return self[name].points if name in self else []
+        return list(zip(self[name].steps, self[name].values, strict=True)) if name in self else []
 
     def last(self, name: str) -> float | None:
         """The newest value of a metric; None if the run does not have the metric."""

@@ -4,6 +4,7 @@ Each checkpoint stores the size and digest of every file of records. A resumed r
 lines, and reports what is missing or has changed. Imports no jax.
 """
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,15 +31,13 @@ class Extent(TypedDict):
 class Ledger:
     """Follows files that only grow; each call reads what was appended since the last one."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        """Does not read anything yet."""
-        self._tails = {path: _Tail() for path in paths}
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        """Follow the files of these names in a folder; does not read anything yet."""
+        self._tails = {folder / name: _Tail() for name in names}
 
     def extents(self) -> dict[str, Extent]:
         """The extent of every file by name; a file that does not exist counts as empty."""
-        for path, tail in self._tails.items():
-            tail.read(path)
-        return {path.name: tail.extent for path, tail in self._tails.items()}
+        return {path.name: tail.extent(path) for path, tail in self._tails.items()}
 
 
 class _Tail:
@@ -48,21 +47,14 @@ class _Tail:
         self._digest = xxhash.xxh3_128()
         self._lines = self._size = 0
 
-    @property
-    def extent(self) -> Extent:
-        return Extent(lines=self._lines, size=self._size, digest=self._digest.hexdigest())
-
-    def read(self, path: Path) -> None:
-        try:
-            file = open_file(path)
-        except FileNotFoundError:
-            return
-        with file:
+    def extent(self, path: Path) -> Extent:
+        with contextlib.suppress(FileNotFoundError), open_file(path) as file:
             file.seek(self._size)
             while block := file.read(1 << 20):
                 self._digest.update(block)
                 self._lines += block.count(b"\n")
                 self._size += len(block)
+        return Extent(lines=self._lines, size=self._size, digest=self._digest.hexdigest())
 
 
 def check_records(path: Path, saved: Extent, step: int, *, every_step: bool, checkpoints: Sequence[int]) -> str | None:

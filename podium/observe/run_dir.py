@@ -42,6 +42,7 @@ from podium.files import (
     as_path,
     drop_lines_after,
     in_bucket,
+    is_file,
     read_lines,
     to_json,
     write_atomically,
@@ -137,13 +138,14 @@ def parse_fork(text: str) -> Fork:
 
     Raises:
         UsageError: RUN is not a run's folder, or STEP is not a number.
+        BucketError: the folder is in a bucket that cannot be read.
     """
     folder, separator, step = text.rpartition("@")
     if not separator:
         folder, step = text, ""
     if separator and not step.isdecimal():
         raise UsageError(f"--from {text}: {step!r} is not a step; write RUN@STEP, such as runs/demo@20, or RUN")
-    if not (as_path(folder) / CONFIG).is_file():
+    if not is_file(as_path(folder) / CONFIG):
         raise UsageError(
             f"--from {text}: {folder} has no {CONFIG}, so it is not a run's folder; give one, such as runs/demo"
         )
@@ -196,7 +198,7 @@ class RunDir:
         self._lock, self._mirror = lock, mirror
         self._notice = notice
         self._lines: dict[str, JsonLines] = {}
-        self._ledger = self._new_ledger()
+        self._ledger = Ledger(self.path, RECORDS)
 
     @classmethod
     def open(cls, home: Path, settings: Settings, *, fork: Fork | None = None) -> "RunDir":
@@ -275,7 +277,7 @@ class RunDir:
         self._close_lines()
         for name in RECORDS:
             drop_lines_after(self.path / name, step)
-        self._ledger = self._new_ledger()
+        self._ledger = Ledger(self.path, RECORDS)
 
     def extents(self) -> dict[str, Extent]:
         """Current extent of each record file, to save with a checkpoint; empty in processes that do not write
@@ -335,9 +337,6 @@ class RunDir:
                 "config.yaml or the checkpoints that belong together; to continue from these weights with other "
                 f"settings, start a run with another name and --from {self.home}@{step}"
             )
-
-    def _new_ledger(self) -> Ledger:
-        return Ledger([self.path / name for name in RECORDS])
 
     def append(self, name: str, record: Record) -> None:
         """Append a record to METRICS, SAMPLES or LENGTHS; it survives a kill of this process."""

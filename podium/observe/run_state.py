@@ -95,13 +95,10 @@ class RunState:
         """A metric of the last step; NaN if the step does not have it."""
         return float(self.metrics.get(name, float("nan")))
 
-    def earned(self) -> str:
-        """Text such as `reward 0.750`; empty before the first step."""
-        return f"{EARNED[self.earning]} {self.value(self.earning):.3f}" if self.metrics else ""
-
     def done_text(self) -> str:
         """Text such as `step 3/40  reward 0.750`."""
-        return "  ".join(filter(None, (f"step {self.done}/{self.steps}", self.earned())))
+        earned = f"  {EARNED[self.earning]} {self.value(self.earning):.3f}" if self.metrics else ""
+        return f"step {self.done}/{self.steps}{earned}"
 
     def took(self) -> str:
         """The time since this process began, such as `4:05`."""

@@ -25,14 +25,15 @@ def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = Fal
         ValueError: the config, the machine or the lengths are invalid.
         CompilerError: a program could not be compiled.
     """
-    from podium.compat.foreign_keys import offer_hints
+    from podium.compat.foreign_keys import foreign_key
+    from podium.config.hints import offer
     from podium.plan.calibration import find_machine
     from podium.plan.planner import make_plan
     from podium.plan.request.phase_sizes import Planned
     from podium.plan.request.plan_subject import Subject
     from podium.run.divisible import check_divisible
 
-    offer_hints()
+    offer(foreign_key)
     machine, subject = find_machine(on), Subject.named([config], settings)
     found = subject.load(base=subject.defaults(machine, lengths))
     run = Planned.of(found.config, machine, recipe=found.recipe)

@@ -1,4 +1,4 @@
-"""Peak rates of each generation of chips, and the share that programs reach: from `podium/chips`, and from the user.
+"""Peak rates of each kind of chip, and the share of them that programs reach: Podium's figures and the user's own.
 
 Figures in the file that `podium calibrate` wrote for a kind of machine override those in the package, one by one.
 """

@@ -34,6 +34,8 @@ arguments, the update the optimizer's state and the decode the cache."""
 FEWER_OPERATIONS = 0.9
 """Ratio to the closed form's operations below which a compiled program must have been misread; TPU programs have 1.00
 to 1.01."""
+REPEATED = 0.02
+"""Share of a program's operations that a compiler may add unnoticed: in recorded plans it adds less than 0.001."""
 LEAST_GAIN = 0.05  # share of a step that must be gained for stale completions to be worth it
 
 Compiling = Callable[[Mapping[str, float]], Mapping[str, CompiledPhase]]
@@ -114,7 +116,7 @@ def plan_run(
         ),
         estimate_only=not compiled,
         calibration=device.chip.source if device.chip else "",
-        doubts=(*_doubts(compiled), *few_operations(phases)),
+        doubts=(*_doubts(compiled), *few_operations(phases), *repeated_operations(compiled)),
         slots=run.rollout.slots,
         versions={"podium": __version__} | (compiler_versions(accelerator) if compiled else {}),
         mfu=device.mfu(run, drawn, phases),
@@ -202,6 +204,14 @@ def few_operations(phases: Sequence[Phase]) -> Iterator[str]:
                 f"{phase.name}: compiled programs seem to do {share:.0%} of the operations that the model needs; take"
                 " the versions of jax and libtpu in constraints.txt, or plan with --fast"
             )
+
+
+def repeated_operations(compiled: Mapping[str, CompiledPhase]) -> Iterator[str]:
+    """Compiled programs that do more operations than they were traced with."""
+    for name, program in compiled.items():
+        beyond = program.cost(1.0).flops / program.traced_flops - 1 if program.traced_flops else 0.0
+        if beyond > REPEATED:
+            yield f"{name}: the compiler computes {beyond:.1%} of its operations a second time"
 
 
 def with_all_sizes(run: RunSizes, workload: Workload) -> Workload:

@@ -5,7 +5,6 @@ laptops. Results go to stdout, progress to stderr. With `--dry-run` a command ru
 (`podium.pods.rehearsal`).
 """
 
-import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -14,13 +13,13 @@ from typing import Annotated
 
 import typer
 
-from podium.job.job_records import STOPPED, JsonObject, Status, first_failure
+from podium.job.job_records import STOPPED, first_failure
 from podium.patience import patiently
 from podium.pods.clusters import k8s_manifest, slurm_script
 from podium.pods.endings import Endings
 from podium.pods.gcloud import GcloudError
 from podium.pods.inventory import BUCKET, LOST, RUN, STATE, STOP, Slice, machine_name
-from podium.pods.keeper import delete_keeper, keepers
+from podium.pods.keeper import keepers
 from podium.pods.launch import LOG_BYTES, JobStatus, poll, read_log, stop_job
 from podium.pods.options import Common, Rent, RunOptions, flattened
 from podium.pods.project import Project, open_project
@@ -52,16 +51,6 @@ AnyName = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ConfigFiles = Annotated[list[Path], typer.Argument(metavar="CONFIG...", help="YAML files; later ones win.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="One setting. Repeatable.")]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StatusAnswer:
-    """The output of `podium pod status --json`."""
-
-    slice: JsonObject
-    outcome: str
-    workers: Sequence[Status | None]
-    """The agents' answers, in order of workers; null: the worker did not answer."""
 
 
 @app.command()
@@ -102,8 +91,9 @@ def status(common: Common, name: AnyName = None, as_json: AsJson = False) -> Non
         raise
     job = poll(project.remote(tpu_slice)) if tpu_slice.state == "ready" else JobStatus(workers=())
     if as_json:
-        found = StatusAnswer(slice=slice_json(tpu_slice, now), outcome=job.outcome, workers=job.workers)
-        return project.answer(json.dumps(dataclasses.asdict(found)))
+        # each worker's status as its agent gives it, null for one that did not answer
+        found = {"slice": slice_json(tpu_slice, now), "outcome": job.outcome, "workers": job.workers}
+        return project.answer(json.dumps(found))
     project.answer(slice_table([tpu_slice], project.slices.owner, now))
     if job.workers:
         project.answer(worker_table(job.workers))
@@ -174,7 +164,7 @@ def stop(common: Common, name: AnyName = None) -> None:
             project.note("so that no command restarts it:")
             slices.label(tpu_slice, {STATE: mark})
         after = patiently(
-            lambda: stop_job(remote, None, clock=project.clock, say=project.say),
+            lambda: stop_job(remote, None),
             f"the workers of {tpu_slice.name}",
             may_pass=lambda error: isinstance(error, UnusableError),
             clock=project.clock,
@@ -201,14 +191,18 @@ def down(name: Name, common: Common) -> None:
     """Delete a slice of yours and the machine that keeps its run alive, and verify that they no longer exist."""
     project = open_project(common, Placeholders(name=name, keeper=machine_name(name)))
     project.note("the machine that keeps its run alive, if there is one:")
-    if not os.environ.get(OWNER_VARIABLE) and (keeper := delete_keeper(project, name)):
-        project.say(f"deleted {keeper}, which kept its run alive")
-    run = os.environ.get(RUN_VARIABLE)
-    for each in project.slices.titled(name):
-        if each.run is not None and run in (None, each.run):  # a sleeping command may keep the run alive
-            endings = Endings(project.slices, each.labels.get(BUCKET), each.run)
-            endings.add(1, project.world.random_word("WORD"))
-    deleted = project.slices.down(name, run)
+    for keeper in () if os.environ.get(OWNER_VARIABLE) else filter(project.slices.is_ours, keepers(project, name)):
+        gcloud = project.slices.gcloud
+        gcloud.checked(gcloud.argv.delete_vm(keeper.name, keeper.zone))
+        project.say(f"deleted {keeper.name}, which kept its run alive")
+
+    def tell(found: Sequence[Slice]) -> None:
+        for each in found:
+            if each.run is not None:  # a sleeping command may keep the run alive
+                endings = Endings(project.slices, each.labels.get(BUCKET), each.run)
+                endings.add(1, project.world.random_word("WORD"))
+
+    deleted = project.slices.down(name, os.environ.get(RUN_VARIABLE), tell=tell)
     listed = ", ".join(f"{each.name} in {each.zone}" for each in deleted)
     project.answer(f"deleted {listed}; it is no longer listed" if deleted else f"no slice of yours is named {name}")
 

@@ -290,8 +290,8 @@ class Argv:
         return self._gcloud("instances", "delete", name, f"--zone={zone}")
 
     def objects(self, prefix: str) -> tuple[str, ...]:
-        """The command that lists the objects of a bucket whose names begin like this."""
-        return self._storage("objects", "list", f"{prefix}*", "--format=json(name)")
+        """The command that lists the objects of a bucket whose names begin like this, with their times of creation."""
+        return self._storage("objects", "list", f"{prefix}*", "--format=json(name,creation_time)")
 
     def put(self, file: str, target: str) -> tuple[str, ...]:
         """The command that copies a file into a bucket."""

@@ -55,7 +55,7 @@ def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunO
             remote.ask_all(TOOLS, "installing git", timeout_s=TOOLS_S)
         except RemoteError as error:
             raise SetupError(str(error)) from None
-        return prepare(remote, own, clock=project.clock, say=project.say, stop=f"podium pod down {name}")
+        return prepare(remote, own, stop=f"podium pod down {name}")
 
     own = keeper_spec(
         machine.name, machine.zone, owner=project.slices.owner, name=name, rent=rent, options=options, spec=spec
@@ -63,25 +63,13 @@ def keep_on_vm(project: Project, name: str, zone: str, rent: Rent, options: RunO
     what = f"{machine.name}, and what its setup needs"
     job, needed = patiently(prepared, what, may_pass=may_pass, clock=project.clock, say=project.say)
     if needed:
-        start(remote, own, job, say=project.say)
+        start(remote, own, job)
     project.answer(
         f"{machine.name} in {machine.zone} keeps {spec.name} alive on {name}; this machine is no longer needed"
     )
     project.say(f"podium pod status {name}, logs and stop work as before; when the run has ended, the machine deletes")
     shown = shlex.join(remote.gcloud.argv.ssh(machine.name, machine.zone, "0", f"{HOME}/agent logs"))
     project.say(f"itself; podium pod down {name} deletes both; its log: {shown}")
-
-
-def delete_keeper(project: Project, slice_name: str) -> str | None:
-    """Delete our machine that keeps the slice's run alive; returns its name, or None if it does not exist.
-
-    Without permission to list machines, prints that and returns None.
-    """
-    for machine in keepers(project, slice_name):
-        if machine.owner == project.slices.owner:
-            project.slices.gcloud.checked(project.slices.gcloud.argv.delete_vm(machine.name, machine.zone))
-            return machine.name
-    return None
 
 
 def keepers(project: Project, slice_name: str | None = None) -> list[Slice]:
@@ -149,7 +137,7 @@ def _rented(project: Project, name: str, zone: str, rent: Rent) -> Slice:
     gcloud = project.slices.gcloud
     owner = project.slices.owner
     project.note("")
-    found = _found(project, name)
+    found = next(iter(keepers(project, name)), None)
     if found is not None and found.state == "dead" and found.owner == owner:
         project.say(f"deleting {found.name}: {found.detail}")
         gcloud.checked(gcloud.argv.delete_vm(found.name, found.zone))
@@ -159,18 +147,12 @@ def _rented(project: Project, name: str, zone: str, rent: Rent) -> Slice:
         project.note("if it does not exist; the owner is that of gcloud's account:")
         labels = {OWNER: owner, RUN: name}
         gcloud.checked(gcloud.argv.create_vm(machine_name(name), zone, labels, rent.service_account))
-        found = _found(project, name)
+        found = next(iter(keepers(project, name)), None)
     if found is None:
         raise SliceError(f"{machine_name(name)} was created in {zone} and is not listed; run the command again")
     if found.owner != owner:
         raise SliceError(f"{found.name} in {found.zone} is not yours and was not changed; choose another --slice")
     return found
-
-
-def _found(project: Project, name: str) -> Slice | None:
-    """Find the machine in the list, as a `Slice` of one machine; None if it does not exist."""
-    gcloud = project.slices.gcloud
-    return next((_as_slice(each) for each in gcloud.ask(gcloud.argv.vms(machine_name(name)))), None)
 
 
 def _as_slice(instance: ApiObject) -> Slice:

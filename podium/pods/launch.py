@@ -13,12 +13,12 @@ import hashlib
 import re
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from podium.accelerators import find_accelerator
 from podium.job.job_records import NO_JOB, JobOutcome, Status, listed, outcome
-from podium.patience import Clock, fault_in
+from podium.patience import fault_in
 from podium.pods.gcloud import GcloudError
 from podium.pods.push import DEMO_MODEL, HOME, Package
 from podium.pods.remote import Remote, RemoteError, UnusableError, WorkerReply, arrived
@@ -137,115 +137,24 @@ class JobStatus:
         return any(status and status["state"] in UNDER_WAY for status in self.workers)
 
 
-def status_command(job: str | None) -> str:
-    """A command that prints the agent's status of a job (None: the latest)."""
-    status = f"{AGENT} status {job or ''}".strip()
-    return f"([ -x {AGENT} ] || exit {NO_AGENT}; {status})"
-
-
-def log_command(job: str | None, offset: int, size: int = LOG_BYTES) -> str:
-    """A command that prints a part of a job's log, in base64."""
-    return f"{AGENT} logs {job or ''} --from-byte {offset} --bytes {size} 2>/dev/null | base64 -w0"
-
-
-def stop_command(job: str | None) -> str:
-    """A command that asks a job (None: the latest) to save and end, and prints the processes that are `left`."""
-    stop = f"{AGENT} stop {job or ''} --wait {STOP_S:.0f}"
-    return f"(rm -rf {SECRETS}; [ -x {AGENT} ] || {{ echo '{{}}'; exit 0; }}; {stop})"
-
-
-def folder_command(spec: RunSpec) -> str:
-    """A command that creates the folder for the files to be sent."""
-    return f"umask 077; mkdir -p {spec.package.folder}"
-
-
-def unpack_command(spec: RunSpec, files: Sequence[Path]) -> str:
-    """A command that verifies and unpacks the received files, creates the agent, and probes the worker."""
-    package = spec.package
-    devices = find_accelerator(spec.accelerator).devices_per_host
-    expected = "" if spec.on_cpu else f" --expect-devices {devices}"
-    unpack = shlex.join(("sh", f"{package.folder}/setup.sh", "unpack", package.key, package.python or "-"))
-    return " && ".join((arrived(files, package.folder), unpack, f"{AGENT} probe{expected}"))
-
-
-def setup_command(spec: RunSpec, job: str) -> str:
-    """A command that starts the setup as a job: the user's script, and the installation of dependencies."""
-    package = spec.package
-    demo = DEMO_MODEL if "demo" in package.extras else "-"
-    environment = "-" if package.python else package.environment
-    options = shlex.join(("setup", package.key, environment, ",".join(package.extras), demo))
-    setup = f'sh "$HOME/{package.folder}/setup.sh" {options}'
-    return f"{AGENT} start {job} -- sh -c {shlex.quote(setup)}"
-
-
-def start_command(addresses: Sequence[str], spec: RunSpec, job: str, nonce: str) -> str:
-    """A command that starts the job on a worker, at most once, with the secrets sent before, and deletes the
-    secrets.
-    """
-    package = spec.package
-    installed = f'"$HOME/{HOME}/venvs/{package.environment}/bin/python"'
-    python = shlex.quote(package.python) if package.python else installed
-    options = [
-        f"--peers {','.join(addresses)}",
-        f"--accelerator {spec.accelerator}",
-        f'--cwd "$code/"{shlex.quote(package.inside)}',
-        "--env PYTHONPATH=$code",
-        f"--env PODRUN_NONCE={nonce}",
-        *(f"--env {name}={shlex.quote(value)}" for name, value in spec.environment.items()),
-        *(("--env-file $secrets",) if spec.secrets else ()),
-    ]
-    command = spec.command.format(python=python, config=f'"$HOME/{package.folder}/{job}.yaml"')
-    start = f"{AGENT} start {job} --worker $worker {' '.join(options)} -- {command}"
-    code = f"code=$HOME/{HOME}/code/{package.key}"
-    return f"{_own_secrets(spec.secrets)}{code}; {start}; done=$?; rm -rf {SECRETS}; (exit $done)"
-
-
-def _own_secrets(secrets: Secrets) -> str:
-    """A command that sets `$secrets` to the worker's file of secrets; an incomplete file is deleted, so that no job
-    starts.
-    """
-    if not secrets:
-        return ""
-    own = f"[ $worker != 0 ] || secrets={SECRETS}/secrets-0; " if "0" in secrets_by_target(secrets) else ""
-    return f"secrets={SECRETS}/secrets-all; {own}[ \"$(tail -n 1 $secrets 2>&1)\" = '{LAST_LINE}' ] || rm -f $secrets; "
-
-
-def secrets_folder() -> str:
-    """A command that recreates the folder for secrets."""
-    return f"rm -rf {SECRETS} && mkdir -m 700 {SECRETS}"
-
-
-def secrets_by_target(secrets: Secrets) -> dict[str, Secrets]:
-    """The secrets for `all` workers, and for worker `0` if it needs more."""
-    first = secrets.of_worker(0)
-    others = secrets.of_worker(1)
-    return ({"all": others} if secrets else {}) | ({"0": first} if first.names != others.names else {})
-
-
 def poll(remote: Remote, job: str | None = None) -> JobStatus:
     """Ask all workers for the status of a job (None: the latest)."""
-    replies = remote.ask(status_command(job), timeout_s=POLL_S + POLL_WORKER_S * remote.workers)
+    status = f"{AGENT} status {job or ''}".strip()
+    replies = remote.ask(
+        f"([ -x {AGENT} ] || exit {NO_AGENT}; {status})", timeout_s=POLL_S + POLL_WORKER_S * remote.workers
+    )
     workers: list[Status | None] = [None] * remote.workers
     for worker, reply in replies.items():
         workers[worker] = NO_JOB if reply.status == NO_AGENT else reply.json()
     return JobStatus(workers=workers)
 
 
-def prepare(
-    remote: Remote,
-    spec: RunSpec,
-    *,
-    clock: Clock,
-    say: Callable[[str], None],
-    stop: str | None = None,
-) -> tuple[str, bool]:
+def prepare(remote: Remote, spec: RunSpec, *, stop: str | None = None) -> tuple[str, bool]:
     """Send and set up everything for a run, unless it is already running or finished.
 
     Args:
         remote: the workers.
         spec: the run.
-        clock: for pauses and time limits.
-        say: prints progress.
         stop: for the error message, the command that ends another job; None: `podium pod stop SLICE`.
 
     Returns:
@@ -255,6 +164,7 @@ def prepare(
         UnusableError: machines do not answer, or lack something they need.
         RemoteError: a step failed on some workers, or another job is running, which the message names.
     """
+    say = remote.say
     remote.warm_up()
     before = poll(remote)
     jobs = [status for status in before.workers if status and status["job"]]
@@ -265,7 +175,7 @@ def prepare(
     newest = max((spec.attempt(status["job"]) or 0 for status in jobs), default=0)
     job = f"{spec.prefix}{newest}"
     for old in sorted({each["job"] for each in jobs if each["state"] in UNDER_WAY} - {job, SETUP + job}):
-        stop_job(remote, old, clock=clock, say=say)  # an earlier attempt that other workers have ended
+        stop_job(remote, old)  # an earlier attempt that other workers have ended
     here = [status for status in jobs if status["job"] == job]
     if any(status["state"] in UNDER_WAY for status in here):
         whole = len(here) == remote.workers or bool(before.silent)
@@ -276,7 +186,7 @@ def prepare(
         return job, False
     if before.silent:  # they may have a later attempt, whose name would be used again
         remote.ask_all("true", "looking for earlier attempts")  # names those that still do not answer
-        return prepare(remote, spec, clock=clock, say=say, stop=stop)
+        return prepare(remote, spec, stop=stop)
     if any(status["job"] == SETUP + job and status["state"] in UNDER_WAY for status in jobs):
         say(f"{job} is being set up; waiting for that")
     else:
@@ -285,22 +195,48 @@ def prepare(
             f"if {spec.prefix}... does not run yet and is not done; the last number counts its attempts:"
         )
         say(f"sending code {spec.package.key} and config to {remote.workers} workers")
-        _send(remote, spec, job, say)
+        _send(remote, spec, job)
     if spec.package.sets_up:
-        _set_up(remote, spec, SETUP + job, clock, say)
+        _set_up(remote, spec, SETUP + job)
     return job, True
 
 
-def start(remote: Remote, spec: RunSpec, job: str, *, say: Callable[[str], None]) -> None:
-    """Start a prepared job on all workers. Raises RemoteError if some do not confirm it."""
+def start(remote: Remote, spec: RunSpec, job: str) -> None:
+    """Start a prepared job on all workers, at most once on each. Raises RemoteError if some do not confirm it.
+
+    The secrets are sent first, to a folder in memory; an incomplete file is deleted, so that no job starts.
+    """
+    package, secrets = spec.package, spec.secrets
+    first, others = secrets.of_worker(0), secrets.of_worker(1)
+    sent = {"all": others} if secrets else {}
+    own = ""
+    if first.names != others.names:
+        sent["0"] = first
+        own = f"[ $worker != 0 ] || secrets={SECRETS}/secrets-0; "
+    whole = f"[ \"$(tail -n 1 $secrets 2>&1)\" = '{LAST_LINE}' ] || rm -f $secrets; "
+    received = f"secrets={SECRETS}/secrets-all; {own}{whole}" if secrets else ""
+    installed = f'"$HOME/{HOME}/venvs/{package.environment}/bin/python"'
+    python = shlex.quote(package.python) if package.python else installed
+    command = spec.command.format(python=python, config=f'"$HOME/{package.folder}/{job}.yaml"')
+    options = (
+        f"--peers {','.join(remote.addresses)}",
+        f"--accelerator {spec.accelerator}",
+        f'--cwd "$code/"{shlex.quote(package.inside)}',
+        "--env PYTHONPATH=$code",
+        f"--env PODRUN_NONCE={remote.random_word('NONCE')}",
+        *(f"--env {name}={shlex.quote(value)}" for name, value in spec.environment.items()),
+        *(("--env-file $secrets",) if secrets else ()),
+    )
+    starting = f"{AGENT} start {job} --worker $worker {' '.join(options)} -- {command}"
+    code = f"code=$HOME/{HOME}/code/{package.key}"
     try:
-        if spec.secrets:
-            remote.ask_all(secrets_folder(), "creating a folder in memory")
-        for target, kept in secrets_by_target(spec.secrets).items():
+        if secrets:
+            remote.ask_all(f"rm -rf {SECRETS} && mkdir -m 700 {SECRETS}", "creating a folder in memory")
+        for target, kept in sent.items():
             with written(kept, f"secrets-{target}") as file:
                 remote.send([file], SECRETS, target=target)
-        say(f"starting {job} on {remote.workers} workers")
-        command = start_command(remote.addresses, spec, job, remote.random_word("NONCE"))
+        remote.say(f"starting {job} on {remote.workers} workers")
+        command = f"{received}{code}; {starting}; done=$?; rm -rf {SECRETS}; (exit $done)"
         remote.ask_all(command, f"starting {job}", timeout_s=START_S)
     except BaseException:
         with contextlib.suppress(GcloudError, RemoteError):
@@ -308,47 +244,59 @@ def start(remote: Remote, spec: RunSpec, job: str, *, say: Callable[[str], None]
         raise
 
 
-def stop_job(remote: Remote, job: str | None, *, clock: Clock, say: Callable[[str], None]) -> JobStatus:
+def stop_job(remote: Remote, job: str | None) -> JobStatus:
     """Ask a job, or each worker's latest, to save and end, and wait until it has ended on all workers.
 
     Raises RemoteError if a worker does not answer; all others have received the request.
     """
     said = False
     remote.gcloud.note("until it has saved and ended:")
+    stop = f"{AGENT} stop {job or ''} --wait {STOP_S:.0f}"
+    command = f"(rm -rf {SECRETS}; [ -x {AGENT} ] || {{ echo '{{}}'; exit 0; }}; {stop})"
     while True:
-        replies = remote.ask_all(stop_command(job), f"stopping {job or 'the job'}", timeout_s=STOP_S + 60.0)
+        replies = remote.ask_all(command, f"stopping {job or 'the job'}", timeout_s=STOP_S + 60.0)
         saving = [reply.worker for reply in replies if reply.json().get("left")]
         if not saving:
             return poll(remote, job)
         if not said:
-            say(f"{job or 'the job'} is saving on {listed(saving)}")
+            remote.say(f"{job or 'the job'} is saving on {listed(saving)}")
         said = True
-        clock.sleep(1.0)
+        remote.clock.sleep(1.0)
 
 
 def read_log(remote: Remote, worker: int, job: str | None, offset: int, size: int = LOG_BYTES) -> tuple[str, int]:
     """Read up to `size` bytes of a worker's log; returns the text (empty without an answer) and the next offset."""
-    reply = remote.ask(log_command(job, offset, size), worker=worker).get(worker)
+    command = f"{AGENT} logs {job or ''} --from-byte {offset} --bytes {size} 2>/dev/null | base64 -w0"
+    reply = remote.ask(command, worker=worker).get(worker)
     data = base64.b64decode(reply.text) if reply else b""
     return data.decode(errors="replace"), offset + len(data)
 
 
-def _send(remote: Remote, spec: RunSpec, job: str, say: Callable[[str], None]) -> None:
-    """Send code and config, unpack them, and check that every worker can run them."""
+def _send(remote: Remote, spec: RunSpec, job: str) -> None:
+    """Send code and config, unpack them, make the agent, and check that every worker can run them."""
+    package = spec.package
     with tempfile.TemporaryDirectory() as scratch:
         config = Path(scratch) / f"{job}.yaml"
         config.write_text(spec.config, encoding="utf-8")
-        files = [*spec.package.files, config]
-        remote.ask_all(folder_command(spec), "making folders")
-        remote.send(files, spec.package.folder)
-        replies = remote.ask(unpack_command(spec, files), timeout_s=UNPACK_S)
-    _check_probes(remote, replies, say)
+        files = [*package.files, config]
+        remote.ask_all(f"umask 077; mkdir -p {package.folder}", "making folders")
+        remote.send(files, package.folder)
+        unpack = shlex.join(("sh", f"{package.folder}/setup.sh", "unpack", package.key, package.python or "-"))
+        devices = find_accelerator(spec.accelerator).devices_per_host
+        probe = f"{AGENT} probe" if spec.on_cpu else f"{AGENT} probe --expect-devices {devices}"
+        replies = remote.ask(f"{arrived(files, package.folder)} && {unpack} && {probe}", timeout_s=UNPACK_S)
+    _check_probes(remote, replies)
 
 
-def _set_up(remote: Remote, spec: RunSpec, job: str, clock: Clock, say: Callable[[str], None]) -> None:
+def _set_up(remote: Remote, spec: RunSpec, job: str) -> None:
     """Run the user's script and the installation as a job, unless that job is already running, and wait for its end."""
-    say("setting up the workers: this takes minutes the first time")
-    remote.ask_all(setup_command(spec, job), "starting the setup", timeout_s=START_S)
+    package, clock = spec.package, remote.clock
+    remote.say("setting up the workers: this takes minutes the first time")
+    demo = DEMO_MODEL if "demo" in package.extras else "-"
+    environment = "-" if package.python else package.environment
+    options = shlex.join(("setup", package.key, environment, ",".join(package.extras), demo))
+    setup = shlex.quote(f'sh "$HOME/{package.folder}/setup.sh" {options}')
+    remote.ask_all(f"{AGENT} start {job} -- sh -c {setup}", "starting the setup", timeout_s=START_S)
     remote.gcloud.note("until the setup is done:")
     heard = clock.monotonic()
     until = heard + SETUP_S
@@ -364,16 +312,16 @@ def _set_up(remote: Remote, spec: RunSpec, job: str, clock: Clock, say: Callable
             size = (workers[failed[0]] or NO_JOB)["log_bytes"]
             text, _ = read_log(remote, failed[0], job, max(0, size - LOG_BYTES))
             last = " | ".join(text.strip().splitlines()[-5:])
-            stop_job(remote, job, clock=clock, say=say)
+            stop_job(remote, job)
             raise SetupError(f"{remote.name}: the setup failed on worker(s) {', '.join(map(str, failed))}: {last}")
         if all(ended):
             return
         clock.sleep(SETUP_POLL_S)
-    stop_job(remote, job, clock=clock, say=say)
+    stop_job(remote, job)
     raise RemoteError(f"{remote.name}: the setup did not finish within {SETUP_S:.0f} s; podium pod ssh {remote.name}")
 
 
-def _check_probes(remote: Remote, replies: dict[int, WorkerReply], say: Callable[[str], None]) -> None:
+def _check_probes(remote: Remote, replies: dict[int, WorkerReply]) -> None:
     """Raise RemoteError if a worker did not receive everything, or cannot run it."""
     found = {}
     for worker, reply in replies.items():
@@ -385,4 +333,4 @@ def _check_probes(remote: Remote, replies: dict[int, WorkerReply], say: Callable
     remote.check_all(replies, "unpacking the code")
     clocks = [each["time"] for each in found.values()]
     if max(clocks) - min(clocks) > SKEW_S:
-        say(f"warning: the workers' clocks differ by {max(clocks) - min(clocks):.0f} s")
+        remote.say(f"warning: the workers' clocks differ by {max(clocks) - min(clocks):.0f} s")

@@ -34,7 +34,14 @@ class Project:
     def remote(self, tpu_slice: Slice, *, vm: bool = False) -> Remote:
         """The workers of a slice, or an ordinary virtual machine in the form of a slice."""
         gcloud = self.slices.gcloud.for_vms() if vm else self.slices.gcloud
-        return Remote(gcloud, tpu_slice, redact=self.secrets.redact, random_word=self.world.random_word)
+        return Remote(
+            gcloud,
+            tpu_slice,
+            redact=self.secrets.redact,
+            random_word=self.world.random_word,
+            clock=self.clock,
+            say=self.say,
+        )
 
     def note(self, when: str) -> None:
         """In a dry run, print when the next gcloud commands would run."""

@@ -1,6 +1,6 @@
 """Keeps a run alive when machines are preempted, a worker fails, or no worker answers.
 
-`decide` is a pure function, without time or network; `keep_alive` observes, decides and acts until the run has ended.
+`decide` is a pure function, without time or network; `Keeper` observes, decides and acts until the run has ended.
 Neither stores any state, so the command can be stopped and restarted at any time, on any laptop.
 """
 
@@ -210,19 +210,10 @@ def _replace(why: str, counts: Counts, policy: Policy) -> Decision:
     return Decision(act="end", why=f"{why}; {after}", status=1)
 
 
-def keep_alive(session: Session, policy: Policy, *, clock: Clock, say: Callable[[str], None]) -> int:
-    """Observe and act until the run has ended; returns its exit status.
-
-    Raises:
-        GcloudError: gcloud is unusable on this machine, or has failed for half an hour; the run may still continue.
-    """
-    return _Keeper(session, policy, clock, say).keep()
-
-
-class _Keeper:
+class Keeper:
     """Observes a run and acts on it."""
 
-    def __init__(self, session: Session, policy: Policy, clock: Clock, say: Callable[[str], None]) -> None:
+    def __init__(self, session: Session, policy: Policy, *, clock: Clock, say: Callable[[str], None]) -> None:
         self._session = session
         self._policy = policy
         self._clock = clock
@@ -234,7 +225,11 @@ class _Keeper:
         self._setting_up = Patience("what the setup needs", clock=clock, say=say)
 
     def keep(self) -> int:
-        """Observe and act until the run has ended; returns its exit status."""
+        """Observe and act until the run has ended; returns its exit status.
+
+        Raises:
+            GcloudError: gcloud is unusable on this machine, or has failed for half an hour; the run may still continue.
+        """
         before = None
         waited_s = 0.0
         observed = self._clock.monotonic()
@@ -356,7 +351,10 @@ class _Keeper:
         title = self._session.title
         if self._policy.down is False or (self._session.lasting and not self._policy.down):
             if seen.job is not None and seen.job.outcome in ("failed", "guard"):
-                self._stop_the_rest()
+                try:  # some workers may not have noticed that the job failed
+                    self._session.stop()
+                except (RemoteError, GcloudError) as error:
+                    self._say(str(error))
             if seen.slice is not None:
                 self._say(f"{seen.slice.name} is still rented; podium pod down {title} deletes it")
             return decision.status
@@ -374,13 +372,6 @@ class _Keeper:
                 self._clock.sleep(_pause(self._policy.no_capacity_s, attempt))
         self._say(f"{title} may still be rented and cost money; podium pod down {title} deletes it")
         return decision.status
-
-    def _stop_the_rest(self) -> None:
-        """Stop workers that may not have noticed that the job failed."""
-        try:
-            self._session.stop()
-        except (RemoteError, GcloudError) as error:
-            self._say(str(error))
 
 
 def _pause(pauses_s: tuple[float, ...], times: int) -> float:

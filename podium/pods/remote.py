@@ -16,11 +16,13 @@ import hashlib
 import json
 import re
 import shlex
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from podium.job.job_records import JsonObject
+from podium.patience import Clock, to_stderr
 from podium.pods.gcloud import Gcloud, failure
 from podium.pods.inventory import Slice
 from podium.pods.world import random_word
@@ -72,8 +74,12 @@ class Remote:
         *,
         redact: Callable[[str], str] = lambda text: text,
         random_word: Callable[[str], str] = random_word,
+        clock: Clock = time,
+        say: Callable[[str], None] = to_stderr,
     ) -> None:
-        """`redact` removes secrets from replies. Raises RemoteError if the slice has no machines yet."""
+        """`redact` removes secrets from replies, `say` prints progress. Raises RemoteError if the slice has no machines
+        yet.
+        """
         if not tpu_slice.addresses:
             name, zone = tpu_slice.name, tpu_slice.zone
             raise RemoteError(f"{name} in {zone} lists no machines ({tpu_slice.detail}); podium pod status {name}")
@@ -83,6 +89,8 @@ class Remote:
         self.addresses = tpu_slice.addresses
         self.workers = len(tpu_slice.addresses)
         self.random_word = random_word
+        self.clock = clock
+        self.say = say
         self._redact = redact
         self._complaint = ""
 

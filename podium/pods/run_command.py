@@ -21,7 +21,7 @@ from podium.pods.launch import RunSpec, may_pass
 from podium.pods.options import Common, Rent, RunOptions
 from podium.pods.project import Project, open_project
 from podium.pods.push import pack
-from podium.pods.recover import Policy, keep_alive
+from podium.pods.recover import Keeper, Policy
 from podium.pods.rehearsal import Placeholders
 from podium.pods.rental import new_order, rent_slice, same_again, tpu, zones_of
 from podium.pods.secrets import gather, read_variables
@@ -86,7 +86,7 @@ def run_config(loaded: Loaded, rent: Rent, options: RunOptions, common: Common) 
             return 0
         bucket = (bucket_label(loaded.config.runs_dir) or "") if options.keep_alive else None
         session = _make_session(project, name, rent, spec, bucket=bucket, fresh=wanted is not None)
-        if options.detach or not options.keep_alive:  # otherwise `keep_alive` does both, and handles failures
+        if options.detach or not options.keep_alive:  # otherwise `Keeper` does both, and handles failures
             session.slice = session.slice or rent_slice(project.slices, session.order, session.zones)
             what = f"{name}, and what its setup needs"
             patiently(session.start, what, may_pass=may_pass, clock=project.clock, say=project.say)
@@ -111,7 +111,7 @@ def _found(project: Project, name: str | None, options: RunOptions) -> Slice:
     """The existing slice to run on. Raises SliceError if it is not ready and would not be replaced."""
     tpu_slice = project.slices.locate(name)
     project.note("shown for a v6e-8; in a real run, type, number and addresses of the machines come from the answer:")
-    if tpu_slice.state == "ready" or options.keep_alive:  # `keep_alive` replaces it if necessary
+    if tpu_slice.state == "ready" or options.keep_alive:  # `Keeper` replaces it if necessary
         return tpu_slice
     raise SliceError(
         f"{tpu_slice.name} in {tpu_slice.zone} is not ready ({tpu_slice.detail}); wait for it with podium pod up "
@@ -176,7 +176,7 @@ def follow(project: Project, session: Session, options: RunOptions) -> int:
     policy = Policy(restarts=restarts, replacements=replacements, down=down)
     name = session.title
     try:
-        return keep_alive(session, policy, clock=project.clock, say=project.say)
+        return Keeper(session, policy, clock=project.clock, say=project.say).keep()
     except KeyboardInterrupt:
         if session.slice is None:
             project.say("\nstopped while requesting machines: a request remains, and may cost money later;")

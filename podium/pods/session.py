@@ -11,7 +11,7 @@ from podium.pods.inventory import END, LOST, STARTED, STATE, STOP, Slice
 from podium.pods.launch import LOG_BYTES, SETUP, UNDER_WAY, JobStatus, RunSpec, poll, prepare, read_log, start, stop_job
 from podium.pods.project import Project
 from podium.pods.remote import RemoteError
-from podium.pods.slices import TakenError
+from podium.pods.slices import TakenError, check_run
 
 TAIL_BYTES = 2**14
 """Bytes to show of a log that has grown by more than one read."""
@@ -45,6 +45,8 @@ class Session:
     ) -> None:
         """Set the run, and the order for its slices; `fresh`: rent the first slice, because no existing one was
         named.
+
+        Raises TakenError if the named slice was rented for another run.
         """
         self.slice: Slice | None = None
         self.title = order.name
@@ -58,7 +60,8 @@ class Session:
         endings.begin()
         found = project.slices.titled(order.name)
         self._first = found[0] if found else None  # a stop in its label was before this command
-        if not fresh:
+        if not fresh and self._first is not None:
+            check_run(self._first, order)
             self.slice = self._first
 
     @property
@@ -109,7 +112,7 @@ class Session:
         """Start the run on workers that do not run it, unless the run was stopped or lost the slice meanwhile."""
         project = self._project
         assert self.slice is not None
-        job, needed = prepare(project.remote(self.slice), self._spec, clock=project.clock, say=project.say)
+        job, needed = prepare(project.remote(self.slice), self._spec)
         project.note("unless podium pod stop was given meanwhile:")
         now = self._now()
         if needed and now is not None and not now.mark:
@@ -117,20 +120,19 @@ class Session:
         first = next(iter(project.slices.titled(self.title)), None)
         now = self._now()
         if now is None or (first is not None and first.name != now.name):
-            self.slice = first
+            self.slice = first if first is not None and first.run in (None, self.order.run) else None
             return
         stopped = now.run is not None and now.mark.startswith(STOP)
         if now.doomed or stopped or self._over(now) is not None or self._endings.status() is not None:
             return
         if needed:
-            start(project.remote(now), self._spec, job, say=project.say)
+            start(project.remote(now), self._spec, job)
         self._job = job
 
     def stop(self) -> None:
         """Ask the job to save and end on all workers that still run it."""
         if self._job is not None and self.slice is not None:
-            project = self._project
-            stop_job(project.remote(self.slice), self._job, clock=project.clock, say=project.say)
+            stop_job(self._project.remote(self.slice), self._job)
 
     def replace(self) -> None:
         """Delete the slice; the next action is to rent another. Raises TakenError if the slice is alive and was rented
@@ -193,8 +195,11 @@ class Session:
     def _over(self, now: Slice) -> int | None:
         """The exit status in the slice's label, if it was set after this session began."""
         before = self._first.mark if self._first is not None and self._first.name == now.name else ""
+        status = None
         if now.mark.startswith(STOP) and now.mark != before:
-            return STOPPED
-        if now.mark.startswith(END) and not before.startswith((STOP, END)):
-            return int(now.mark.removeprefix(END))
-        return None
+            status = STOPPED
+        elif now.mark.startswith(END) and not before.startswith((STOP, END)):
+            status = int(now.mark.removeprefix(END))
+        if status is not None:
+            self._endings.heard = status
+        return status

@@ -106,6 +106,8 @@ class SliceLists:
         self.gcloud = gcloud
         self.owner = owner
         self.clock = clock
+        self.began = clock.time()
+        """When the command was given, by this machine's clock."""
         self.say = say
         self.random_word = random_word
         self._parallel = parallel
@@ -267,11 +269,16 @@ class Slices(SliceLists):
         if over():
             self.delete([each for each in found if each.name in asking.asked])
             raise DeletedError(f"{order.name}: the run is over, so nothing is requested")
+        # Nobody uses these, because the first holds the title. It is looked for once more, because the laptop may have
+        # slept while `found` was read: the first may have been gone before its successors were requested.
+        others = [each for each in found[1:] if each.name in asking.asked or (each.run and each.run == order.run)]
+        if others and holder is not None and self.now(holder) is None:
+            return None
+        self.delete(others)
         if holder is not None:
-            _check(holder, order)
+            check_run(holder, order)
+            _check_type(holder, order)
             asking.standing = holder.zone
-        # Nobody uses these, because the first holds the title.
-        self.delete([each for each in found[1:] if each.name in asking.asked or (each.run and each.run == order.run)])
         if holder is None:
             self._ask(asking)
         elif not holder.alive or holder.doomed:
@@ -286,15 +293,19 @@ class Slices(SliceLists):
             self.say(f"{holder.zone}: {reason}")
         return None
 
-    def down(self, name: str, run: str | None = None) -> list[Slice]:
+    def down(
+        self, name: str, run: str | None = None, *, tell: Callable[[Sequence[Slice]], None] = lambda found: None
+    ) -> list[Slice]:
         """Delete our slices with this title or name in all zones, verify that they no longer exist, and return them.
 
-        With `run`, only those that were rented for this run. Raises SliceError if something remains.
+        With `run`, only those that were rented for this run. `tell` is called with what will be deleted. Raises
+        SliceError if something remains.
         """
         found = [each for each in self.titled(name) if run in (None, each.run)]
         if not found:  # a request without a reply may be in progress, or its zone unreachable
             self.clock.sleep(LATE_S)
             found = [each for each in self.titled(name, each_zone=True) if run in (None, each.run)]
+        tell(found)
         self.gcloud.note(f"for every slice of yours that is named {name} (the second command if it was not queued):")
         self.delete(found)
         return found
@@ -313,12 +324,14 @@ class Slices(SliceLists):
         Returns whether the slice was still listed.
         """
         found = self.titled(tpu_slice.title)
-        listed = next((each for each in found if each.name == tpu_slice.name), None)
+        listed = self.now(tpu_slice)  # after `found`, so that what stands beside it is not its successor
         if listed is None:
             return False
         if listed.node and listed.alive:
             self.label(listed, {STATE: mark})
-        self.delete([each for each in found if each is listed or (each.run == listed.run is not None)])
+        self.delete(
+            [listed, *(each for each in found if each.name != listed.name and each.run == listed.run is not None)]
+        )
         return True
 
     def withdraw(self, tpu_slice: Slice) -> bool:
@@ -481,13 +494,17 @@ class _Asking:
         raise RefusedError(self.order, self.refused)
 
 
-def _check(holder: Slice, order: Order) -> None:
-    """Raise TakenError or BadRequestError unless the order may use the existing slice of its title."""
+def check_run(holder: Slice, order: Order) -> None:
+    """Raise TakenError if the existing slice of an order's title was rented for another run."""
     if holder.run not in (None, order.run):
         raise TakenError(
             f"{holder.name} in {holder.zone} was rented for the run {holder.run} (podium pod run --keep-alive); choose "
             f"another --slice, or delete it: podium pod down {holder.title}"
         )
+
+
+def _check_type(holder: Slice, order: Order) -> None:
+    """Raise SliceError if the existing slice of an order's title is of another type."""
     if holder.alive and not holder.doomed and (holder.accelerator, holder.spot) != (order.accelerator, order.spot):
         raise SliceError(
             f"{holder.name} exists in {holder.zone} as {holder.accelerator}, "

@@ -15,47 +15,35 @@ _METRICS = ("train-reward/total/mean", "time/train/step_s")
 """The first of these that a worker reports is shown."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SliceFacts:
-    """Facts about a slice that `--json` prints in addition to the fields of `Slice`."""
-
-    created: str | None  # ISO 8601, UTC
-    requested: str | None  # the same
-    owner: str | None
-    title: str  # the owner's name for the slice
-    lease: float | None  # seconds without a job after which `podium pod reap` deletes it
-    hours: float  # charged so far
-    usd: float | None
-    """On-demand list price of these hours; spot costs less. None if the price is unknown."""
-
-
-def slice_facts(tpu_slice: Slice, now: float) -> SliceFacts:
-    """Owner, lease and cost of a slice at a time in Unix seconds."""
-    created, price = tpu_slice.created, _usd_per_hour(tpu_slice.accelerator)
-    hours = max(0.0, now - created.timestamp()) / HOUR_S if created and tpu_slice.billed else 0.0
-    return SliceFacts(
-        created=created.astimezone(datetime.UTC).isoformat() if created else None,
-        requested=tpu_slice.requested.astimezone(datetime.UTC).isoformat() if tpu_slice.requested else None,
-        owner=tpu_slice.owner,
-        title=tpu_slice.title,
-        lease=tpu_slice.idle_s,
-        hours=hours,
-        usd=None if price is None else price * hours,
-    )
-
-
 def slice_json(tpu_slice: Slice, now: float) -> JsonObject:
-    """Everything known about a slice, as JSON values."""
-    return dataclasses.asdict(tpu_slice) | dataclasses.asdict(slice_facts(tpu_slice, now))
+    """Everything known about a slice at a time in Unix seconds, as JSON values: its fields, with times in ISO 8601 and
+    UTC, its `owner`, its `title`, its `lease` in seconds, and the `hours` charged so far.
+
+    `usd` is the on-demand list price of these hours; spot costs less. None if the price is unknown.
+    """
+    hours, usd = _cost(tpu_slice, now)
+    times = {"created": tpu_slice.created, "requested": tpu_slice.requested}
+    return {
+        **dataclasses.asdict(tpu_slice),
+        **{name: time.astimezone(datetime.UTC).isoformat() if time else None for name, time in times.items()},
+        "owner": tpu_slice.owner,
+        "title": tpu_slice.title,
+        "lease": tpu_slice.idle_s,
+        "hours": hours,
+        "usd": usd,
+    }
 
 
-def _usd_per_hour(type_name: str) -> float | None:
+def _cost(tpu_slice: Slice, now: float) -> tuple[float, float | None]:
+    """The hours charged so far, and their list price."""
+    created = tpu_slice.created
+    hours = max(0.0, now - created.timestamp()) / HOUR_S if created and tpu_slice.billed else 0.0
     try:
-        accelerator = find_accelerator(type_name)
+        accelerator = find_accelerator(tpu_slice.accelerator)
     except ValueError:  # another owner's slice of an unknown type
-        return None
+        return hours, None
     price = load_prices(None).get(accelerator.generation)
-    return price.usd_per_chip_hour * accelerator.devices if price else None
+    return hours, price.usd_per_chip_hour * accelerator.devices * hours if price else None
 
 
 def slice_table(slices: Sequence[Slice], owner: str, now: float) -> str:
@@ -69,12 +57,13 @@ def worker_table(workers: Sequence[Status | None]) -> str:
 
 
 def _slice_row(tpu_slice: Slice, owner: str, now: float) -> tuple[str, ...]:
-    facts = slice_facts(tpu_slice, now)
-    lease = "none" if facts.lease is None else f"{facts.lease / HOUR_S:.1f} h"
-    whose = "" if facts.owner == owner else f" (of {facts.owner})" if facts.owner else " (not podium's)"
-    cost = "not charged" if not tpu_slice.billed else f"{facts.hours:.1f} h"
-    if tpu_slice.billed and facts.usd is not None:
-        cost += f", < ${facts.usd:.2f} (spot)" if tpu_slice.spot else f", ${facts.usd:.2f}"
+    hours, usd = _cost(tpu_slice, now)
+    lease = "none" if tpu_slice.idle_s is None else f"{tpu_slice.idle_s / HOUR_S:.1f} h"
+    of = tpu_slice.owner
+    whose = "" if of == owner else f" (of {of})" if of else " (not podium's)"
+    cost = "not charged" if not tpu_slice.billed else f"{hours:.1f} h"
+    if tpu_slice.billed and usd is not None:
+        cost += f", < ${usd:.2f} (spot)" if tpu_slice.spot else f", ${usd:.2f}"
     return (
         tpu_slice.name + whose,
         tpu_slice.zone,

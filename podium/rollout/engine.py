@@ -308,7 +308,9 @@ class RolloutEngine:
         self.stats()
         answers = _Answers(list(requests), on_group)
         try:
-            for index, request in answers.to_submit():
+            for index, request in enumerate(answers.requests):
+                if request.begun and not answers.missing[index]:
+                    continue  # it has all its tokens
                 try:
                     answers.indices[self.submit(request)] = index
                 except ValueError as error:
@@ -495,12 +497,6 @@ class _Answers:
         """Index of each submitted request, by its engine number."""
         self.missing = [set(request.unfinished) for request in requests]
         self.made = [dict(request.begun) for request in requests]
-
-    def to_submit(self) -> list[tuple[int, Request]]:
-        """The requests that still need tokens, with their indices."""
-        return [
-            (index, request) for index, request in enumerate(self.requests) if self.missing[index] or not request.begun
-        ]
 
     def unfinished(self) -> list[Key]:
         """Keys of the submitted completions that have not ended."""

@@ -402,7 +402,7 @@ def _enter(
     hidden, places, told = forward(
         params, tokens, positions, rows.attend, cache.places, recur=rows.recur, settings=settings
     )
-    return hidden, dataclasses.replace(cache, places=places), joined_choices(told, decoder)
+    return hidden, dataclasses.replace(cache, places=places), joined_choices(told, decoder) if decoder.routed else None
 
 
 def nonfinite_layer(

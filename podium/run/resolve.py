@@ -16,7 +16,7 @@ from podium.config.rollout_weights import CORRECTION
 from podium.config.schema import AlgorithmConfig, Config, Dtype, RolloutConfig
 from podium.config.sizes import check_split, too_long
 from podium.models.architecture import DecoderConfig
-from podium.models.layouts import Layout, choose_layout
+from podium.models.layouts import choose_layout
 from podium.models.params import TRAIN_AXES, axis_parts
 from podium.rollout.request import SamplingParams
 from podium.run.machine import Machine
@@ -216,7 +216,14 @@ def resolve_rollout(config: Config, recipe: Recipe, decoder: DecoderConfig, mach
     assert decoder.rollout_weights == rollout.weights, "the decoder is a run's (`decoder_of_run`)"
     return RolloutSpec(
         settings=rollout,
-        layout=resolve_layout(config, decoder, machine),
+        layout=choose_layout(
+            rollout,
+            decoder,
+            machine.accelerator,
+            devices=machine.devices,
+            hosts=machine.hosts,
+            optimizer=config.train.optimizer.name,
+        ),
         dtype=resolve_format(rollout.dtype, machine),
         prompts=resolve_prompts(config),
         grading=config.grading,
@@ -232,18 +239,6 @@ def resolve_rollout(config: Config, recipe: Recipe, decoder: DecoderConfig, mach
             zero_variance_metric=recipe.zero_variance_metric,
             in_flight=rollout.prompts_in_flight(config.prompts_per_step),
         ),
-    )
-
-
-def resolve_layout(config: Config, decoder: DecoderConfig, machine: Machine) -> Layout:
-    """Resolve the layout of the rollout's weights and sequences; each host decodes its own sequences."""
-    return choose_layout(
-        config.rollout,
-        decoder,
-        machine.accelerator,
-        devices=machine.devices,
-        hosts=machine.hosts,
-        optimizer=config.train.optimizer.name,
     )
 
 

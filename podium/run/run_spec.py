@@ -26,7 +26,7 @@ from podium.config.schema import (
 )
 from podium.models.architecture import DecoderConfig
 from podium.models.blocks.choices import ChoiceFormat
-from podium.models.flops import matrix_elements, pair_flops
+from podium.models.flops import pair_flops
 from podium.models.layouts import Layout
 from podium.rollout.request import SamplingParams
 from podium.run.machine import Machine
@@ -75,7 +75,7 @@ class BatchSizes:
 
 def pair_cost(decoder: DecoderConfig) -> float:
     """Cost of a query-key pair relative to the matrix products of one token."""
-    return pair_flops(decoder) / (2 * matrix_elements(decoder))
+    return pair_flops(decoder) / (2 * decoder.active)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

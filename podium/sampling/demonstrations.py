@@ -13,7 +13,7 @@ from podium.algorithms.recipes import DataForm
 from podium.models.text.tokenizer import Tokenizer
 from podium.rollout.request import Completion, RolloutStats
 from podium.rollout.transcript import transcript_of
-from podium.run.run_spec import RolloutSpec
+from podium.run.run_spec import DemonstrationSpec, RolloutSpec
 from podium.sampling.feed import EncodedPrompt, Feed
 from podium.sampling.groups import Group, StepGroups
 from podium.sampling.prompt_lengths import check_prompt_lengths
@@ -23,8 +23,6 @@ from podium.tasks.task import Prompt, Reward
 
 class Demonstrations:
     """The groups of a run's steps, taken from its data."""
-
-    draws = False
 
     def __init__(self, feed: Feed, spec: RolloutSpec, form: DataForm, per_step: int = 0) -> None:
         """`form` is the form of the rows. In a run that also samples completions, `per_step` rows are mixed into each
@@ -47,12 +45,10 @@ class Demonstrations:
         return check_prompt_lengths(self.feed, self.feed.tasks.train_prompts(), "demonstrations", "are left out")
 
 
-def mixed_in(spec: RolloutSpec, tokenizer: Tokenizer) -> Demonstrations | None:
-    """The demonstrations that a run mixes into its steps; None if it has none. Raises ValueError like `Feed`."""
-    if (own := spec.demonstrations) is None:
-        return None
-    feed = Feed(own.prompts, tokenizer)
-    return Demonstrations(feed, dataclasses.replace(spec, prompts=own.prompts), "text", own.per_step)
+def mixed_in(own: DemonstrationSpec, spec: RolloutSpec, feed: Feed) -> Demonstrations:
+    """The demonstrations that a run mixes into its steps; raises ValueError like `Feed`. `feed` has its prompts."""
+    prompts = Feed(own.prompts, feed.tokenizer)
+    return Demonstrations(prompts, dataclasses.replace(spec, prompts=own.prompts), "text", own.per_step)
 
 
 def demonstrate(

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
-from podium.hosts.distributed import AgreedStop, HostFailedError, Interrupted, share
+from podium.hosts.distributed import AgreedStop, HostFailedError, Interrupted
 from podium.job.watchdog import Watchdog
 from podium.observe.stats import EnvironmentStats
 from podium.rollout.request import RolloutStats
@@ -63,18 +63,6 @@ class Exchange:
         """Raise Interrupted if the run must stop now."""
         self.watchdog.beat()
         self.stop.poll()
-
-    def graded_here(self, prompts: int) -> slice:
-        """The slice of the prompts decoded here that this host grades; `prompts` is the number over all hosts."""
-        return share(prompts) if self.together else slice(None)
-
-    def drawn_here(self, prompts: int) -> slice:
-        """The slice of all hosts' prompts that this host decodes."""
-        return slice(None) if self.together else share(prompts)
-
-    def ending(self) -> Ending:
-        """Make the block in which this host makes its part."""
-        return Ending(together=self.together)
 
     def agree(self, value: Value) -> list[Value]:
         """Exchange a value; returns each host's value, in order. Raises Interrupted on all hosts if one must stop."""

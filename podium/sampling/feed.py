@@ -48,22 +48,13 @@ class Feed:
         ]
         """The chat format of each task's conversations; None if its prompts are answered once."""
 
-    @property
-    def cursor(self) -> int:
-        """Number of prompts drawn so far, including those that were too long."""
-        return self.tasks.cursor
-
-    @cursor.setter
-    def cursor(self, drawn: int) -> None:
-        self.tasks.cursor = drawn
-
     def next(self, count: int) -> list[EncodedPrompt]:
         """The next `count` prompts that fit and are not retired. Raises ValueError if no prompt fits."""
         prompts: list[EncodedPrompt] = []
         passed: set[tuple[int, str]] = set()  # task and id of prompts that are too long or retired
         skipped = 0
         while len(prompts) < count:
-            number = self.cursor
+            number = self.tasks.cursor
             (prompt,) = self.tasks.next(1)
             retired = self.tasks.is_retired(prompt)
             encoded = None if retired else self._encode(prompt, number)

@@ -90,11 +90,6 @@ class StepGroups(NamedTuple):
 class Source(Protocol):
     """The source of a run's groups: sampled by `Sampler`, or taken from the data by `Demonstrations`."""
 
-    @property
-    def draws(self) -> bool:
-        """Whether groups are sampled with the current weights."""
-        ...
-
     def next(self, prompts: int) -> StepGroups:
         """The groups of the next step, for the next prompts of the run."""
         ...

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 
@@ -21,12 +21,10 @@ STEPS_APART = 4
 class PartialRollouts:
     """The prompts in flight between the steps of a run."""
 
-    def __init__(self, feed: Feed, spec: RolloutSpec, *, forget: Callable[[], None]) -> None:
-        """Start at the run's beginning. `forget` is called when another position is set, so that environments are
-        opened again.
-        """
-        self.feed, self._forget = feed, forget
-        self.demonstrations = mixed_in(spec, feed.tokenizer)
+    def __init__(self, feed: Feed, spec: RolloutSpec) -> None:
+        """Start at the run's beginning."""
+        self.feed = feed
+        self.demonstrations = None if spec.demonstrations is None else mixed_in(spec.demonstrations, spec, feed)
         """The demonstrations to mix in; None if the run has none."""
         self.max_staleness = spec.settings.max_staleness
         self.version = 0
@@ -40,21 +38,19 @@ class PartialRollouts:
         """The run's position in its prompts: saved with the run, and set when it resumes."""
         tasks = self.feed.tasks
         return Position(
-            cursor=self.feed.cursor,
+            cursor=tasks.cursor,
             pending=self.pending,
             curriculum=tasks.means,
             retired=tasks.retired,
-            demonstrations=0 if self.demonstrations is None else self.demonstrations.feed.cursor,
+            demonstrations=0 if self.demonstrations is None else self.demonstrations.feed.tasks.cursor,
         )
 
     @position.setter
     def position(self, position: Position) -> None:
-        self._forget()
-        self.feed.cursor, self.pending = position.cursor, position.pending
-        self.feed.tasks.means = position.curriculum
-        self.feed.tasks.retired = position.retired
+        tasks, self.pending = self.feed.tasks, position.pending
+        tasks.cursor, tasks.means, tasks.retired = position.cursor, position.curriculum, position.retired
         if self.demonstrations is not None:
-            self.demonstrations.feed.cursor = position.demonstrations
+            self.demonstrations.feed.tasks.cursor = position.demonstrations
 
 
 class Choice:

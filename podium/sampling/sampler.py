@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from podium.compile_ahead import CompileAhead, threads_for
-from podium.hosts.distributed import AgreedStop, host_mesh, make_localize
+from podium.hosts.distributed import AgreedStop, host_mesh, make_localize, share
 from podium.hosts.signals import StopSignal
 from podium.job.job_context import alone
 from podium.models.architecture import DecoderConfig
@@ -27,7 +27,7 @@ from podium.run.run_spec import AnswerSettings, RolloutSpec
 from podium.sampling.conversations.carry import Pending, Position, drawn_lengths
 from podium.sampling.conversations.episodes import Episodes
 from podium.sampling.demonstrations import Demonstrations
-from podium.sampling.exchange import Exchange, HostPart
+from podium.sampling.exchange import Ending, Exchange, HostPart
 from podium.sampling.feed import EncodedPrompt, Feed
 from podium.sampling.grades import Grades
 from podium.sampling.groups import Group, GroupScorer, StepGroups
@@ -125,18 +125,21 @@ class Sampler:
             max_new_tokens=spec.training.sampling.max_new_tokens,
             replies=None if folder is None else folder / f"judged-{jax.process_index()}.jsonl",
         )
-        self.episodes = Episodes(
-            self.engine,
-            feed.dialogues,
-            Environments(tasks, spec.environments, judges=spec.grading.judges),
-            rollout=settings,
-            config=spec.environments,
-            exchange=self.exchange.answered if together else None,
-        )
-        self.partial = PartialRollouts(feed, spec, forget=self.episodes.forget)
+        self.episodes: Episodes | None = None
+        """Holds conversations, through which then all prompts go; None if no task has any."""
+        if any(feed.dialogues):
+            self.episodes = Episodes(
+                self.engine,
+                feed.dialogues,
+                Environments(tasks, spec.environments, judges=spec.grading.judges),
+                rollout=settings,
+                config=spec.environments,
+                exchange=self.exchange.answered if together else None,
+            )
+        self.partial = PartialRollouts(feed, spec)
         self.held = EnvironmentStats()
         """Counts and times of environments and tools in the last call of `answer`."""
-        if self.converses and together and settings.limits.episode_timeout_s is not None:
+        if self.episodes is not None and together and settings.limits.episode_timeout_s is not None:
             raise ValueError(
                 f"rollout.layout {spec.layout.name}: several hosts decode together, and their clocks differ; leave"
                 " rollout.limits.episode_timeout_s out, or set rollout.layout to replicated, tensor, or hybrid within"
@@ -154,16 +157,6 @@ class Sampler:
         return self.partial.demonstrations
 
     @property
-    def environments(self) -> Environments:
-        """The environments of this host's conversations."""
-        return self.episodes.client.environments
-
-    @property
-    def converses(self) -> bool:
-        """Whether any task has conversations; then all prompts go through `Episodes`."""
-        return any(self.feed.dialogues)
-
-    @property
     def position(self) -> Position:
         """The run's position in its prompts: saved with the run, and set when it resumes.
 
@@ -173,11 +166,14 @@ class Sampler:
 
     @position.setter
     def position(self, position: Position) -> None:
+        if self.episodes is not None:
+            self.episodes.client.forget()
         self.partial.position = position
 
     def compile_ahead(self) -> None:
         """Start compiling the engine's programs on other threads, if there is an accelerator."""
-        self.device.compile_ahead(self.ahead)
+        if self.ahead.threads:
+            self.device.compile_ahead(self.ahead)
 
     def load(self, params: Params, frozen: Params | None = None, *, version: int = 0) -> float:
         """Load weights into the engine; returns the seconds that this took.
@@ -192,20 +188,11 @@ class Sampler:
         self.engine.load(self._localize(params), version)
         return time.perf_counter() - start
 
-    def unload(self) -> None:
-        """Free the engine's weights and cache until the next `load`."""
-        self.engine.unload()
-
-    @property
-    def draws(self) -> bool:
-        """True: as a `Source`, it samples its groups."""
-        return True
-
     def next(self, prompts: int) -> StepGroups:
         """Answer the next prompts of the run with training settings; see `answer`."""
         groups, stats = self.answer(self.feed.next(prompts))
         mixed_in = () if self.demonstrations is None else self.demonstrations.next(self.demonstrations.per_step).groups
-        return StepGroups(groups, stats, self.held if self.converses else None, mixed_in)
+        return StepGroups(groups, stats, self.held if self.episodes is not None else None, mixed_in)
 
     def answer(
         self, prompts: Sequence[EncodedPrompt], settings: AnswerSettings | None = None
@@ -230,11 +217,12 @@ class Sampler:
             more = self.feed.next(refill.more(len(pending)))
             pending += [Pending(prompt=prompt) for prompt in more]
             choice = Choice(self.partial, pending, refill.missing, refill.wanted, exchange)
-            here, own = pending[exchange.drawn_here(len(pending))], exchange.graded_here(len(pending))
+            mine = share(len(pending))  # what this host decodes and grades; if all decode together, what it grades
+            here, own = (pending, mine) if exchange.together else (pending[mine], slice(None))
             on_progress = functools.partial(self._on_progress, len(here) * settings.completions)
             grades = Grades(self.grader, here, own, on_progress, exchange.stop.poll)
-            with exchange.ending() as ending:  # groups are graded while others are still decoded
-                if self.converses:
+            with Ending(together=exchange.together) as ending:  # groups are graded while others are still decoded
+                if self.episodes is not None:
                     ending.part = self._converse(here, settings, grades, own, choice, carries=carries)
                 elif here or choice.asks:
                     requests = [_request(each, settings) for each in here]
@@ -243,7 +231,8 @@ class Sampler:
                 else:
                     ending.part = grades.wait_for([], RolloutStats())
             part = exchange.gather(ending)
-            held = held.then(part.episodes)
+            if self.episodes is not None:
+                held = held.then(part.episodes)
             now = [answer.of(each) for each, answer in zip(pending, part.answers, strict=True)]
             lengths = tuple(drawn_lengths(pending, now))
             taken, pending = choice.split(now)
@@ -251,7 +240,7 @@ class Sampler:
             refill.add(*self._scored(taken, rolled), more)
             if not refill.again():
                 break
-        if self.converses:
+        if self.episodes is not None:
             self._check_failures(refill.groups, held)
             self.held = held
         groups = self._finished(refill.groups, settings)
@@ -280,6 +269,7 @@ class Sampler:
         `own` are those of the prompts `here` that this host grades. `carries`: whether conversations of earlier steps
         continue.
         """
+        assert self.episodes is not None, "a task has conversations"
         exchange = self.exchange
         # Hosts that exchange replies or counts of complete prompts during decoding must stop together.
         meets = exchange.together or (jax.process_count() > 1 and choice.leaves)
@@ -307,7 +297,8 @@ class Sampler:
     def close(self) -> None:
         """Stop the graders and environments, and free the engine's memory."""
         self.grader.close()
-        self.environments.close()
+        if self.episodes is not None:
+            self.episodes.client.environments.close()
         self.ahead.close()
         self.engine.unload()
 

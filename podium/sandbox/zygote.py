@@ -274,7 +274,7 @@ class Processes:
     """The processes of this pid namespace, except its first one, which is this process."""
 
     def __init__(self, proc: int, *, shared: bool) -> None:
-        """`proc` is an open /proc; `shared`: it is the machine's, and also shows processes of other namespaces."""
+        """`proc` is a descriptor of /proc; with `shared` it is the machine's own, which also lists other namespaces."""
         self._proc = proc
         self._own = os.readlink("self", dir_fd=proc)
         self._space = self._space_of("self") if shared else None

@@ -106,8 +106,10 @@ class Grader:
         self._own_tasks = [make_task(task) for task in tasks] if config.workers == 0 else []
         used = {name for task in tasks for name in named_parts(task)}
         asked = [judge for judge in config.judges if judge.name in used]
-        store = ReplyStore(replies if asked else None)
-        self._judges = {judge.name: Judge(judge, store) for judge in asked}
+        self._judges: dict[str, Judge] = {}
+        if asked:
+            store = ReplyStore(replies)
+            self._judges = {judge.name: Judge(judge, store) for judge in asked}
         self._functions = FunctionGrader(
             [[*own_functions(task), *(name for name in named_parts(task) if name in self._judges)] for task in tasks],
             [task.environment is not None for task in tasks],
@@ -131,8 +133,11 @@ class Grader:
 
         Consecutive items with the same prompt are passed to the user's reward functions as one group.
         """
-        groups = [list(group) for _, group in itertools.groupby(items, key=_prompt_key)]
-        own = [self._submit_own(group) for group in groups]
+        own: list[Future[list[dict[str, Part]]]] = []
+        for _, group in itertools.groupby(items, key=lambda item: (item[0].task, item[0].prompt.id)):
+            (prompt, first), *others = group
+            graded = [first, *(each for _, each in others)]
+            own.append(self._functions.submit(prompt.task, prompt.prompt, graded))
         asked = [item for item in items if self._asks(item)]
         if self._own_tasks:
             done: Future[list[Outcome]] = Future()
@@ -171,10 +176,6 @@ class Grader:
         self._functions.close()
         self._pool.close()
         self._threads.shutdown(cancel_futures=True)
-
-    def _submit_own(self, group: Sequence[Submission]) -> "Future[list[dict[str, Part]]]":
-        prompt = group[0][0]
-        return self._functions.submit(prompt.task, prompt.prompt, [graded for _, graded in group])
 
     def _rewards(
         self, items: Sequence[Submission], outcomes: list[Outcome], own: list[dict[str, Part]]
@@ -244,11 +245,6 @@ class Grader:
                     f"{outcome.correct:.2g}" if outcome.correct else "wrong",
                 )
         return outcomes
-
-
-def _prompt_key(submission: Submission) -> tuple[int, str]:
-    prompt, _ = submission
-    return prompt.task, prompt.prompt.id
 
 
 def _item(submission: Submission) -> Item:

@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -60,12 +61,12 @@ class LevelPrompts:
         """The first `limit` prompts of a level and split, or all, with their task."""
         return [self.asked(level, prompt) for prompt in self.read(level, split)[:limit]]
 
-    def check_model(self, files: Mapping[str, str]) -> None:
+    def check_model(self, files: Callable[[], Mapping[str, str]]) -> None:
         """Raise ValueError if the pass rates that filter prompts were measured with a model whose files differ from
-        these (by name).
+        `files` (name -> fingerprint), which are read only if there is a filter.
         """
         if self._filter is not None:
-            self._pass_rates().check_model(files)
+            self._pass_rates().check_model(files())
 
     def check_answers(self, *, trains: bool, evaluates: bool) -> None:
         """Raise ValueError if a question's reference cannot be equalled by any answer; reads the data. `trains` and
@@ -112,8 +113,8 @@ class _Turns:
         remainder.
         """
         for task, (share, phase) in enumerate(zip(self._shares, self._phases, strict=True)):
-            before = _floor(cursor * share + phase)
-            if _floor((cursor + 1) * share + phase) > before:
+            before = math.floor(cursor * share + phase)
+            if math.floor((cursor + 1) * share + phase) > before:
                 return task, before
             cursor -= before
         raise AssertionError("the last task's share is 1")
@@ -239,10 +240,6 @@ class TaskMixture:
         key = np.uint64(_hash(self._seed, "order", task, epoch))
         indices = np.arange(len(self.data.read(task, "train")), dtype=np.uint64)
         return np.argsort(_mixed(_mixed(indices) ^ key), kind="stable")
-
-
-def _floor(number: Fraction) -> int:
-    return number.numerator // number.denominator
 
 
 def _hash(*values: int | str) -> int:

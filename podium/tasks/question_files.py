@@ -13,13 +13,14 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from podium.config.errors import suggestion
 from podium.files import parse_object
-from podium.patience import patiently
-from podium.plain import clean_texts, once
+from podium.patience import fault_of, patiently, way_out
+from podium.plain import clean_texts, message_of, once
 from podium.tasks.known_sets import SUBSETS, AnswerForm, is_code, published_form
 from podium.tasks.math_answers.correctness import is_correct
 from podium.tasks.math_answers.final_answer import final_answer
@@ -381,22 +382,31 @@ def any_of(name: str = "") -> str:
     return f"{', '.join(first)} or {last}"
 
 
-def _hub_rows(task: str, dataset: str, subset: str | None, split: str) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield each row of a split of a data set on the hub, or in the local cache, with its location."""
+def hub_data(what: str, dataset: str, subset: str | None, *, split: str | None = None, otherwise: str = "") -> Any:
+    """Load a data set of the hub, or of its cache: one split, or all of them. Waits while the hub does not answer.
+
+    Raises ValueError if it cannot be loaded; the message begins with `what`, and ends with what to do `otherwise`.
+    """
+    end = f"; or {otherwise}" if otherwise else ""
     try:
         import datasets
     except ImportError as error:
-        raise ValueError(
-            f"{task}: data sets of the hub need `datasets`: pip install 'podium-rl[data]' (or set path to a local file)"
-        ) from error
+        raise ValueError(f"{what}: data sets of the hub need `datasets`: pip install 'podium-rl[data]'{end}") from error
+    chosen = subset or SUBSETS.get(dataset)
+    wanted: dict[str, Any] = {} if split is None else {"split": split}
     try:
-        chosen = subset or SUBSETS.get(dataset)
-        rows = patiently(lambda: datasets.load_dataset(dataset, chosen, split=split), f"the hub, for {dataset}")
+        return patiently(lambda: datasets.load_dataset(dataset, chosen, **wanted), f"the hub, for {dataset}")
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{task}: could not load split {split!r} of {dataset} from the hub: {error}. "
-            f"Set path to a local file ({any_of()}), or train_split and eval_split to splits that exist"
-        ) from error
+        name = dataset if split is None else f"split {split!r} of {dataset}"
+        said = " ".join(message_of(error).split())
+        login = f"; check its name, or {way_out('login', 'hub')}" if fault_of(error) == "login" else ""
+        raise ValueError(f"{what}: could not load {name} from the hub: {said}{login}{end}") from error
+
+
+def _hub_rows(task: str, dataset: str, subset: str | None, split: str) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield each row of a split of a data set on the hub, or in the local cache, with its location."""
+    otherwise = f"set path to a local file ({any_of()}), or train_split and eval_split to splits that exist"
+    rows = hub_data(task, dataset, subset, split=split, otherwise=otherwise)
     kinds = kinds_of(rows)
     for number, row in enumerate(rows, 1):
         yield f"{dataset} ({split}) row {number}", floats_as_written(dict(row), kinds)

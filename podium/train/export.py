@@ -19,6 +19,7 @@ from podium.models.params import LAYERS, own_name
 from podium.observe.bucket import copy_records
 from podium.observe.card import model_card
 from podium.observe.run_dir import Fork, parse_fork, read_config, saved_steps
+from podium.patience import patiently
 from podium.sharding import Params
 from podium.train.setup import Model, load_frozen, load_trained, load_weights, make_model
 
@@ -107,7 +108,7 @@ def merged_model(params: Params, scale: float, dtype: jnp.dtype) -> Params:
 
 
 def _upload(folder: Path, repository: str, *, private: bool) -> str:
-    """Upload the folder's files; returns the repository's page."""
+    """Upload the folder's files, waiting while the hub does not answer; returns the repository's page."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -116,15 +117,19 @@ def _upload(folder: Path, repository: str, *, private: bool) -> str:
         OfflineModeIsEnabled,
     )
 
+    def upload() -> str:
+        url = api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Trained with Podium")
+        return str(url)
+
     api = HfApi(library_name="podium")
     later = f"the export is complete in {folder}; push it later with: hf upload {repository} {folder}"
     try:
-        url = api.create_repo(repository, private=private, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Trained with Podium")
+        url = patiently(upload, "the hub")
     except (HfHubHTTPError, HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         token = "set HF_TOKEN to a token that may write there, or run `hf auth login`; " if status in (401, 403) else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         what = "the hub rejected it" if status is not None else "the hub could not be reached"
         raise PushError(f"--push {repository}: {what} ({reason}); {token}{later}") from error
-    return str(url)
+    return url

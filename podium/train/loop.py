@@ -61,7 +61,7 @@ def train(
             "code that the config names, such as a task or an advantage, or on_step, called "
             f"sys.exit({error.code!r}), which would end the run; raise an exception instead"
         ) from error
-    why = job.notice.text or f"stopped by signal {status - 128}"
+    why = (job.notice and job.notice.text) or f"stopped by signal {status - 128}"
     stopped = f"{why} after step {done}, which is saved"
     job.report.end(*(("stopped", stopped) if status else ("done", f"{done} steps")), status)
     return status
@@ -80,6 +80,7 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
     spec, around, saving = run.spec, run.around, run.saving
     rollouts, source, trainer = run.rollouts, run.source, run.trainer
     saving.begin(done, state, rollouts.position)
+    around.job.report.update(step=done)
     checkpoint_s = None
     try:
         evaluate_at_start(run, state, done)
@@ -89,13 +90,13 @@ def run_steps(run: RunParts, state: TrainState, done: int) -> int:
             around.phase("rollout")
             made = source.next(spec.prompts_per_step)  # completions and rewards, with refills
             around.phase("update")
-            rollouts.unload()  # free the rollout weights; the update needs the memory
+            rollouts.engine.unload()  # free the rollout weights; the update needs the memory
             batches, batched = trainer.prepare(state, made.groups, made.demonstrations)  # samples, scores, advantages
             state, updated = trainer.update(state, batches, step, penalty=batched.penalty)
             done = step + 1
             saving.reached(done, state, rollouts.position)
             evaluates = evaluation_due(spec, done)
-            sync_s = rollouts.load(state.params, version=done) if evaluates or source.draws else 0.0
+            sync_s = rollouts.load(state.params, version=done) if evaluates or not spec.recipe.demonstrations else 0.0
             run.recorder.write(done, made, batched, updated, sync_s)
             run.profiler.end(done)
             score = evaluate_now(run, state, done) if evaluates else None

@@ -13,7 +13,7 @@ from podium.config.attention_blocks import slower_decode
 from podium.config.lora import FULL_RATE, LORA_RATE
 from podium.config.schema import Config
 from podium.hosts.distributed import failing_fast, from_leader, joined
-from podium.hosts.platform import devices_line, machine_text, prepare_platform, this_machine
+from podium.hosts.platform import devices_line, machine_of, machine_text, prepare_platform
 from podium.hosts.same_inputs import check_same_inputs, model_files, questions
 from podium.job.job_context import JobContext
 from podium.models.architecture import DecoderConfig, Lora
@@ -31,9 +31,9 @@ from podium.sampling.feed import Feed
 from podium.sampling.groups import Source
 from podium.sampling.prompt_lengths import check_prompt_lengths, with_prompt_tokens
 from podium.sampling.sampler import Sampler
-from podium.sharding import Params
+from podium.sharding import Params, find_devices
 from podium.train.checkpoints.checkpoint import Checkpointer
-from podium.train.checkpoints.saving import SaveTimer, Saving
+from podium.train.checkpoints.saving import Saving
 from podium.train.checkpoints.step_files import newest_whole_step
 from podium.train.first_state import POLICY, Origin, make_optimizers
 from podium.train.grading_models import GradingModel, load_grading_models
@@ -77,10 +77,8 @@ def open_run(
 ) -> Iterator[tuple[RunParts, TrainState, int]]:
     """Open the parts of a run; yields them, the run's state with weights loaded, and the number of steps done.
 
-    Arguments as for `train`.
-
-    Raises:
-        ValueError: something named in the config is unusable; the message says what, and what to do.
+    Arguments as for `train`. Raises ValueError if something named in the config is unusable; the message says what, and
+    what to do.
     """
     with joined(job), contextlib.ExitStack() as stack:
         run_dir = stack.enter_context(open_run_dir(run_home(config.runs_dir, config.name), config.document(), fork))
@@ -91,21 +89,22 @@ def open_run(
         beside = {role.name: make_role_model(role, policy) for role in spec.scoring_models}
         if check is not None and (line := check.begin(spec, run_dir.path if jax.process_index() == 0 else None)):
             around.say(line)
-        graders = load_grading_models(spec.rollout, spec.update, policy.mesh)
+        graders = load_grading_models(spec.rollout, spec.update, policy.mesh) if spec.rollout.grading_models else ()
         rollouts = resources.enter_context(contextlib.closing(open_sampler(spec, policy, graders, around)))
-        source = make_source(spec, rollouts)
         # Before weights are read and programs are compiled, so that bad data is reported early.
         check_inputs(policy, beside, graders, rollouts)
         check_data(spec, rollouts, around)
         origin = Origin(spec, StoredWeights(policy, beside, around.say), make_optimizers(spec))
-        if source.draws:  # otherwise only evaluations sample, if there are any
+        if not spec.recipe.demonstrations:  # otherwise only evaluations sample, if there are any
             rollouts.compile_ahead()
         newest = from_leader(lambda: newest_whole_step(run_dir.checkpoints, around.say, job.watchdog.beat))
         saving = resources.enter_context(open_saving(origin, rollouts.feed, around))
         state, saved, done = load_state(origin, newest, saving.checkpointer, around, config.algorithm.recipe)
-        continue_records(saved, done, saving.checkpointer, around)
+        if run_dir.continued or run_dir.fork is not None:
+            continue_records(saved, done, saving.checkpointer, around)
         trainer = open_trainer(origin, rollouts.feed, run_dir.path)
-        trainer.compile_ahead(state, rollouts.ahead)
+        if rollouts.ahead.threads:
+            trainer.compile_ahead(state, rollouts.ahead)
         go_on_sampling(rollouts, saved, state.params, trainer.frozen, done=done)
         say_what_was_chosen(spec, graders, rollouts.feed, around)
         writer = resources.enter_context(MetricWriter(run_dir, spec.metrics, announce=around.say))
@@ -114,14 +113,15 @@ def open_run(
             spec=spec,
             around=around,
             rollouts=rollouts,
-            source=source,
+            source=make_source(spec, rollouts),
             trainer=trainer,
             recorder=Recorder(spec, around, writer, rollouts.feed, check=check, on_step=on_step),
             saving=saving,
             profiler=resources.enter_context(contextlib.closing(profiler)),
             resources=resources,
         )
-        resources.enter_context(job.watching_for_notices())
+        if job.notice is not None:
+            resources.enter_context(job.notice.watching())
         yield parts, state, done
 
 
@@ -131,7 +131,7 @@ def open_policy(config: Config, recipe: Recipe | None, around: Surroundings) -> 
     `recipe` is the config's recipe if it was resolved already.
     """
     prepare_platform()
-    machine = this_machine()
+    machine = machine_of(find_devices())
     formats = (str(resolve_format(each, machine)) for each in (config.train.dtype, config.rollout.dtype))
     around.progress.machine(devices_line(*formats))
     recipe = recipe or resolve_recipe(config)
@@ -174,18 +174,19 @@ def check_inputs(
 
     Raises ValueError otherwise.
     """
-    others = {name: each.source for name, each in beside.items() if each.source != policy.source}
     tasks = rollouts.feed.tasks
-    check_same_inputs(
-        policy.source,
-        None if policy.lora is None else policy.lora.adapter,
-        others | {each.role.title: each.source for each in graders},
-        tasks,
-        evaluates=rollouts.spec.evaluation.happens,
-        columns=rollouts.feed.columns,
-        demonstrations=rollouts.demonstrations and rollouts.demonstrations.feed.tasks,
-    )
-    tasks.data.check_model(model_files(policy.source.path))
+    if jax.distributed.is_initialized():
+        others = {name: each.source for name, each in beside.items() if each.source != policy.source}
+        check_same_inputs(
+            policy.source,
+            None if policy.lora is None else policy.lora.adapter,
+            others | {each.role.title: each.source for each in graders},
+            tasks,
+            evaluates=rollouts.spec.evaluation.happens,
+            columns=rollouts.feed.columns,
+            demonstrations=rollouts.demonstrations and rollouts.demonstrations.feed.tasks,
+        )
+    tasks.data.check_model(partial(model_files, policy.source.path))
 
 
 def check_data(spec: RunSpec, rollouts: Sampler, around: Surroundings) -> None:
@@ -222,9 +223,14 @@ def open_saving(origin: Origin, feed: Feed, around: Surroundings) -> Iterator[Sa
         settings=run_dir.settings,
         data=questions(feed.tasks, evaluates=False, columns=feed.columns),
     )
-    to_continue, timer = partial(how_to_continue, run_dir.path), SaveTimer(60.0 * config.every_minutes)
     with contextlib.closing(checkpointer):
-        saving = Saving(checkpointer, timer, around.stop, to_continue=to_continue, on_failure=job.report.failed)
+        saving = Saving(
+            checkpointer,
+            around.stop,
+            every_s=60.0 * config.every_minutes,
+            to_continue=partial(how_to_continue, run_dir.path),
+            on_failure=job.report.failed,
+        )
         job.watchdog.rescue = saving.rescue
         yield saving
 
@@ -271,7 +277,6 @@ def continue_records(saved: HostState, done: int, checkpointer: Checkpointer, ar
         around.say(
             f"versions differ from the checkpoint's: {', '.join(changed)}; the run will not be bit-for-bit reproducible"
         )
-    around.job.report.update(step=done)
     for line in run_dir.compare(saved.get("records", {}), done, checkpointer.steps()):
         around.say(line)
     run_dir.truncate(done or -1)

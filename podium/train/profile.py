@@ -77,9 +77,7 @@ class Profiler:
             return
         self._until = window.last
         self._trace = self._folder / FOLDER / f"steps-{window.first}-{window.last}"
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # it would record millions of unrelated calls
-        jax.profiler.start_trace(self._trace, profiler_options=options)
+        start_trace(self._trace)
 
     def end(self, step: int) -> None:
         """Call after step `step`; after the window's last step, writes the trace and the table."""
@@ -99,6 +97,13 @@ class Profiler:
         self._announce(
             f"{table}\nprofile: {path}, and the trace below {self._trace} for ui.perfetto.dev or TensorBoard"
         )
+
+
+def start_trace(folder: Path) -> None:
+    """Start jax's trace into `folder`, without Python's own calls; `jax.profiler.stop_trace` writes it."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # it would record millions of unrelated calls
+    jax.profiler.start_trace(folder, profiler_options=options)
 
 
 def read_events(folder: Path) -> Iterator[tuple[str, str, float]]:

@@ -98,13 +98,16 @@ class Recorder:
             _ClipAlarm(spec.recipe),
             RewardAlarm(spec.rollout.settings),
             GapAlarm(spec.rollout.settings, update_dtype=spec.update.dtype, rollout_dtype=spec.rollout.dtype),
-            CarryAlarms(spec.rollout.settings),
+            *((CarryAlarms(spec.rollout.settings),) if spec.rollout.settings.in_flight > 1 else ()),
         )
-        self._clock = _StepClock()
+        self._checkpoint_s: float | None = None
+        self._start = self._cpu_start = 0.0
+        self._last: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
 
     def begin_step(self, checkpoint_s: float | None) -> None:
         """Start the clock of a step, which `write` stops; `checkpoint_s` is how long saving the previous step took."""
-        self._clock.begin(checkpoint_s)
+        self._checkpoint_s = checkpoint_s
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
     def write(self, step: int, made: StepGroups, batched: BatchStats, updated: UpdateStats, sync_s: float) -> None:
         """Record a finished step; `step` is the number of steps done. On several hosts, all must call this.
@@ -113,12 +116,20 @@ class Recorder:
         Raises SamplerGapError, after recording the step, if its log-probability gap is above `rollout.max_logprob_gap`.
         """
         groups, rolled, held = made.groups, made.stats, made.environments
+        step_s, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
+        self._last.append(step_s)
         stats = StepStats(
             completions=completion_stats(groups),
             rolled=rolled,
             batched=batched,
             updated=updated,
-            seconds=self._clock.end(sync_s),
+            seconds=StepSeconds(
+                step_s=step_s,
+                cpu_s=cpu_s,
+                sync_s=sync_s,
+                checkpoint_s=self._checkpoint_s,
+                mean_step_s=float(np.mean(self._last)) if len(self._last) == STEPS_AVERAGED else None,
+            ),
             carried=carry_stats(groups, rolled.drawn_lengths) if self.spec.rollout.settings.in_flight > 1 else None,
             conversations=None if held is None else conversation_stats(groups, held),
             levels=self._level_stats(groups),
@@ -217,32 +228,6 @@ class _ClipAlarm:
         warning = narrow_clip_warning(self._recipe, stats.updated.logprob_gap)
         self._said = warning is not None
         return [] if warning is None else [warning]
-
-
-class _StepClock:
-    """Measures the time of each step."""
-
-    def __init__(self) -> None:
-        self._start = self._cpu_start = 0.0
-        self._checkpoint_s: float | None = None
-        self._last: collections.deque[float] = collections.deque(maxlen=STEPS_AVERAGED)
-
-    def begin(self, checkpoint_s: float | None) -> None:
-        """Start a step; `checkpoint_s` is the seconds that saving the previous step took."""
-        self._checkpoint_s = checkpoint_s
-        self._start, self._cpu_start = time.perf_counter(), time.process_time()
-
-    def end(self, sync_s: float) -> StepSeconds:
-        """End the step; `sync_s`: seconds for passing the weights to the rollout."""
-        step_s, cpu_s = time.perf_counter() - self._start, time.process_time() - self._cpu_start
-        self._last.append(step_s)
-        return StepSeconds(
-            step_s=step_s,
-            cpu_s=cpu_s,
-            sync_s=sync_s,
-            checkpoint_s=self._checkpoint_s,
-            mean_step_s=float(np.mean(self._last)) if len(self._last) == STEPS_AVERAGED else None,
-        )
 
 
 def completion_stats(groups: Sequence[Group]) -> CompletionStats:

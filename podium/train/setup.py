@@ -47,7 +47,7 @@ class Model:
     @property
     def machine(self) -> Machine:
         """The machine that the mesh is on."""
-        return machine_of(self.mesh)
+        return machine_of(list(self.mesh.devices.flat))
 
     @property
     def rules(self) -> ShardingRules:
@@ -100,7 +100,7 @@ def make_role_model(role: Role, policy: Model) -> Model:
 
 def run_spec(config: Config, decoder: DecoderConfig, mesh: Mesh, recipe: Recipe | None = None) -> RunSpec:
     """Resolve a config for the devices of a mesh, as `resolve` does."""
-    return resolve(config, decoder, machine_of(mesh), mesh=dict(mesh.shape), recipe=recipe)
+    return resolve(config, decoder, machine_of(list(mesh.devices.flat)), mesh=dict(mesh.shape), recipe=recipe)
 
 
 def make_run_optimizer(optimizer: OptimizerSpec, decoder: DecoderConfig) -> optax.GradientTransformation:
@@ -120,14 +120,11 @@ class StoredWeights:
         checkpoints.
         """
         self._policy, self._beside, self._say = policy, beside, say
+        self.mesh = policy.mesh
+        """The mesh of all models."""
         frozen = load_frozen(policy)
         self.base = base_of(frozen)
         self.frozen = kept(frozen, policy.rules)
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of all models."""
-        return self._policy.mesh
 
     def trained(self) -> Params:
         """The policy's weights that updates change."""

@@ -29,7 +29,7 @@ def clipped_cispo() -> Recipe:
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RECIPES, "clipped_cispo", clipped_cispo())
+    monkeypatch.setitem(RECIPES, "clipped_cispo", clipped_cispo)
 
 
 @pytest.mark.usefixtures("added")

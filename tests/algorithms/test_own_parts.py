@@ -80,7 +80,7 @@ def test_a_loss_that_averages_is_refused():
 def test_a_named_loss_replaces_the_recipes():
     config = load("algorithm={recipe: grpo, loss: reinforce}")
     recipe = make_recipe(config.algorithm, group_size=4, prompts_per_step=2)
-    assert (recipe.loss, recipe.old_logprobs, RECIPES["grpo"].loss) == ("reinforce", "trainer", "clipped")
+    assert (recipe.loss, recipe.old_logprobs, RECIPES["grpo"]().loss) == ("reinforce", "trainer", "clipped")
 
 
 def test_an_optimizer_is_a_direction_and_the_rest_is_ours():

@@ -15,7 +15,7 @@ from podium.algorithms.recipe_options import make_recipe
 from podium.algorithms.recipes import RECIPES, Recipe, Teaching
 from podium.config.schema import AlgorithmConfig
 
-SINGLE = [name for name, recipe in RECIPES.items() if not recipe.preferences]
+SINGLE = [name for name, recipe in RECIPES.items() if not recipe().preferences]
 """Recipes whose loss is of single completions; those of pairs are in tests/train/test_dpo.py."""
 
 
@@ -36,8 +36,8 @@ def inputs(seed: int = 0) -> Batch:
 def test_each_recipe_is_its_loss_and_reports_it(name: str) -> None:
     batch = inputs()
     old, names = batch["scores"]["old_logprobs"], ("advantages", "segments", "mask")
-    expected = make_loss(RECIPES[name])(Tokens(batch["logprobs"], old, *(batch[key] for key in names)))
-    values, stats = jax.jit(partial(policy_loss, RECIPES[name]))(drawn(batch))
+    expected = make_loss(RECIPES[name]())(Tokens(batch["logprobs"], old, *(batch[key] for key in names)))
+    values, stats = jax.jit(partial(policy_loss, RECIPES[name]()))(drawn(batch))
     np.testing.assert_allclose(values, expected.values, rtol=1e-6)
     np.testing.assert_array_equal(stats["clip_low"], expected.clipped_low)
     np.testing.assert_array_equal(stats["clip_high"], expected.clipped_high)
@@ -168,7 +168,7 @@ def first_update(name: str, **options: Any) -> tuple[float, float]:
 def test_rounding_alone_stops_no_gradient_in_the_first_update(name: str) -> None:
     stopped, gap = first_update(name)
     assert stopped == 0
-    assert narrow_clip_warning(RECIPES[name], gap) is None
+    assert narrow_clip_warning(RECIPES[name](), gap) is None
 
 
 def test_a_clip_narrower_than_the_rounding_stops_gradients_and_says_so() -> None:

@@ -288,9 +288,9 @@ def failures_count_as_zero() -> Plant:
 
 def population_deviation() -> Plant:
     """GRPO's standard deviation divides by n."""
-    grpo = recipes.RECIPES["grpo"]
+    grpo = recipes.RECIPES["grpo"]()
     own = dataclasses.replace(grpo, advantage=functools.partial(grpo.advantage, std_ddof=0))
-    return batch_variants, "RECIPES", {**recipes.RECIPES, "grpo": own}
+    return batch_variants, "RECIPES", {**recipes.RECIPES, "grpo": lambda: own}
 
 
 def whitened_over_episodes() -> Plant:
@@ -356,14 +356,14 @@ def rewards_of_the_group_before() -> Plant:
 
 
 def leave_one_out_by_the_whole_group() -> Plant:
-    rloo = recipes.RECIPES["rloo"]
+    rloo = recipes.RECIPES["rloo"]()
 
     def of_all(rewards, lengths):
         graded = np.maximum(1, np.sum(~np.isnan(rewards), axis=1, keepdims=True))
         return rewards - np.nansum(rewards, axis=1, keepdims=True) / graded
 
     own = dataclasses.replace(rloo, advantage=of_all)
-    return batch_variants, "RECIPES", {**recipes.RECIPES, "rloo": own}
+    return batch_variants, "RECIPES", {**recipes.RECIPES, "rloo": lambda: own}
 
 
 def lambda_of_1() -> Plant:

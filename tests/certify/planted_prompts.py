@@ -112,7 +112,7 @@ def a_prompt_skipped_each_step() -> Plant:
     original = feed.Feed.next
 
     def planted(own, count):
-        own.cursor += 1
+        own.tasks.cursor += 1
         return original(own, count)
 
     return feed.Feed, "next", planted

@@ -34,7 +34,7 @@ from podium.certify.updates import (
 from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import AlgorithmConfig, Config
 from podium.models.blocks.delta import DeltaNet
-from podium.models.presets import PRESETS
+from podium.models.presets import PRESETS, preset_decoder
 from podium.train.optimizer.transforms import learning_rate
 
 MODELS = ("meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-0.6B")
@@ -157,7 +157,7 @@ def switches(layer):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_clone_keeps_every_switch_and_the_ratio_of_heads(name):
-    model, clone = PRESETS[name], tiny_clone(PRESETS[name])
+    model, clone = preset_decoder(name), tiny_clone(preset_decoder(name))
     for field in ("model_type", "tied", "norm_eps", "norm_offset", "wide_norms"):
         assert getattr(clone, field) == getattr(model, field)
     assert {place.block.norms_behind for place in clone.places} == {place.block.norms_behind for place in model.places}
@@ -173,7 +173,7 @@ def sampled():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if not recipe.preferences])
+@pytest.mark.parametrize("recipe", [name for name, recipe in RECIPES.items() if not recipe().preferences])
 def test_batches_of_every_recipe_are_right(recipe, sampled):
     subject = make_subject(make_config(algorithm={"recipe": recipe}))
     subject.__dict__["sampled"] = sampled
@@ -273,7 +273,7 @@ def test_the_certificate_of_a_repetition_penalty_is_green():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "recipe", [name for name, recipe in RECIPES.items() if name != "grpo" and not recipe.preferences]
+    "recipe", [name for name, recipe in RECIPES.items() if name != "grpo" and not recipe().preferences]
 )
 def test_every_recipe_s_certificate_is_green(recipe):
     kl = {} if recipe == "maxrl" else {"kl": "k3", "kl_coef": 0.1, "entropy_bonus": 0.01}

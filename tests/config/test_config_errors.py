@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from podium.compat.foreign_keys import offer_hints
+from podium.compat.foreign_keys import foreign_key
 from podium.config.errors import ConfigError, nearest
+from podium.config.hints import offer
 from podium.config.schema import Config
 from podium.settings import load_settings
 
-offer_hints()  # as the command line and the Python interface do
+offer(foreign_key)  # as the command line and the Python interface do
 
 BASE = "model: demo\ntasks: [{name: arithmetic}]\n"
 

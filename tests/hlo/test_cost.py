@@ -95,10 +95,6 @@ ENTRY %main (p: f32[64,4], q: bf16[8,16], r: bf16[16,4]) -> f32[8,4] {
     assert [(each.kind, each.overlaps) for each in cost.collectives] == [("reduce-scatter", True)]
 
 
-def two_layers(weights, x):
-    return jnp.sum(jnp.tanh(x @ weights[0]) @ weights[1])
-
-
 def test_a_gradient_counts_three_products_for_each_but_the_first_input():
     first, second = 2 * 64 * 32 * 48, 2 * 64 * 48 * 16
     step = jax.value_and_grad(lambda weights, x: jnp.sum(jnp.sin(jnp.tanh(x @ weights[0]) @ weights[1])))

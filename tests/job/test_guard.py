@@ -86,8 +86,9 @@ def test_what_is_missing_may_come_and_what_differs_stays_so(port, tmp_path):
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_a_stranger_at_worker_0s_port_reads_no_file_of_a_follower(port, tmp_path, knows):
+def test_a_stranger_at_worker_0s_port_reads_no_file_of_a_follower(port, tmp_path, knows, monkeypatch):
     """It may know the nonce or not: it is given no file but those that the guard makes."""
+    monkeypatch.setattr("podium.job.guard.SHARED_S", 0.3)
     (tmp_path / "token").write_text("hf_CANARY")
     said: list[str] = []
 
@@ -96,16 +97,17 @@ def test_a_stranger_at_worker_0s_port_reads_no_file_of_a_follower(port, tmp_path
             connection = server.accept()[0]
             proof = hashlib.sha256(b" leader").hexdigest() if knows else "guessed"
             connection.sendall(json.dumps({"proof": proof, "file": "../token"}).encode() + b"\n")
-            connection.settimeout(5.0)
             with contextlib.suppress(OSError):
                 while data := connection.recv(65536):
                     said.append(data.decode())
+                    if "identity" in "".join(said):
+                        connection.shutdown(socket.SHUT_WR)  # ends the follower, which reads the request before that
             connection.close()
 
     thread = threading.Thread(target=stranger)
     thread.start()
     (tmp_path / "runs").mkdir()
-    ends = meet(port, tmp_path / "runs", [1], arrival_s=5.0)
+    ends = meet(port, tmp_path / "runs", [1])
     thread.join()
     assert ends[0]
     assert "identity" in "".join(said)
@@ -169,7 +171,7 @@ def test_a_copy_that_comes_late_ends_alone_and_the_job_goes_on(port, tmp_path):
         thread.start()
         connection, _ = jax.accept()
         connection.sendall(b"PRI * HTTP/2.0\r\n")
-        thread.join(10)
+        thread.join(60)
         connection.close()
     assert "worker 0 is not waiting for this job at" in late[0]
     assert "the job is already running there" in late[0]

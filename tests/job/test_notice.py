@@ -76,7 +76,7 @@ def test_a_notice_asks_the_run_to_save_and_says_so(metadata, tmp_path, capfd, ke
     job = JobContext(
         cluster=None, report=report, watchdog=Watchdog(report), notice=Notice(server, announce=report.announce)
     )
-    with StopSignal() as stop, job.watching_for_notices():
+    with StopSignal() as stop, job.notice.watching():
         deadline = time.monotonic() + 60
         while fake.waiting < 2 and time.monotonic() < deadline:
             time.sleep(0.01)

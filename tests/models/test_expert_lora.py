@@ -24,7 +24,7 @@ from podium.models.files.peft import load_adapter, save_adapter
 from podium.models.flops import trained_elements
 from podium.models.layouts import Layout
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, count, frozen_dtype, is_adapter, param_specs, trained_specs
-from podium.models.presets import PRESETS
+from podium.models.presets import preset_decoder
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, SamplingParams
@@ -156,7 +156,7 @@ def test_a_file_has_no_names_for_experts_that_are_stored_in_one_tensor(tmp_path)
 
 
 def test_experts_are_adapted_only_by_name_and_stay_in_bfloat16():
-    model = PRESETS["Qwen/Qwen3-30B-A3B"]
+    model = preset_decoder("Qwen/Qwen3-30B-A3B")
     assert with_lora(model, LoraConfig()).lora.targets == ("q", "k", "v", "o")
     named = with_lora(model, LoraConfig(rank=8, targets=["attention", "experts"], base="int8"))
     assert named.lora.targets == ("q", "k", "v", "o", *EXPERTS)
@@ -167,4 +167,4 @@ def test_experts_are_adapted_only_by_name_and_stay_in_bfloat16():
     rest = count(trained_specs(named)) - of_experts
     assert trained_elements(named) == rest + of_experts * 8 // 128
     with pytest.raises(ModelError, match=r"no matrix experts to which an adapter can be added"):
-        with_lora(PRESETS["Qwen/Qwen3-8B"], LoraConfig(targets=["experts"]))
+        with_lora(preset_decoder("Qwen/Qwen3-8B"), LoraConfig(targets=["experts"]))

@@ -39,7 +39,7 @@ from podium.models.expert_forms import (
 from podium.models.expert_mixture import mixed
 from podium.models.files.hf_config import from_hf_config
 from podium.models.params import GATHERED_AXES, GROUP_AXES, TRAIN_AXES, param_specs, trained_specs
-from podium.models.presets import PRESETS
+from podium.models.presets import preset_decoder
 from podium.sharding import ShardingRules, make_mesh
 
 E, K, D, F, N = 8, 3, 16, 24, 40
@@ -408,7 +408,7 @@ def test_a_group_of_devices_holds_its_experts_and_adds_their_parts(rows):
 
 
 def test_adapters_are_beside_attention_and_experts_have_none_by_name():
-    model = PRESETS["Qwen/Qwen3-30B-A3B"]
+    model = preset_decoder("Qwen/Qwen3-30B-A3B")
     named = {name.split(".")[1] for name in trained_specs(with_lora(model, LoraConfig(rank=4)))}
     assert named == {"q", "k", "v", "o"}
     with pytest.raises(ModelError, match=r"qwen3_moe has no matrix mlp .* if targets name experts; name q, k, v"):
@@ -434,7 +434,7 @@ def test_what_a_config_says_wrongly_of_experts_is_refused(said, message):
 
 
 def test_active_parameters_are_those_of_a_token_s_experts():
-    model = PRESETS["Qwen/Qwen3-30B-A3B"]
+    model = preset_decoder("Qwen/Qwen3-30B-A3B")
     attention, router, expert = 2 * 2048 * (32 + 4) * 128, 2048 * 128, 3 * 2048 * 768
     head = 151_936 * 2048
     assert model.active == 48 * (attention + router + 8 * expert) + head

@@ -21,7 +21,7 @@ from podium.models.files.hf import load_params
 from podium.models.files.hf_config import from_hf_config, to_hf_config
 from podium.models.files.source import ModelSource, read_architecture
 from podium.models.params import ROLLOUT_AXES
-from podium.models.presets import PRESETS
+from podium.models.presets import preset_decoder
 from podium.rollout.cache_layout import kept_places
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
@@ -34,11 +34,11 @@ GEMMA = "google/gemma-3-4b-it"
 
 
 def windows_of(model: str) -> list[int | None]:
-    return [attention.window for attention, _ in PRESETS[model].dense_layers()]
+    return [attention.window for attention, _ in preset_decoder(model).dense_layers()]
 
 
 def test_five_layers_of_gemma_in_six_have_a_window_and_their_own_rotation():
-    near, far = (PRESETS[GEMMA].dense_layers()[layer][0] for layer in (4, 5))
+    near, far = (preset_decoder(GEMMA).dense_layers()[layer][0] for layer in (4, 5))
     assert windows_of(GEMMA) == (5 * [1024] + [None]) * 5 + 4 * [1024]
     assert (near.rope.theta, near.rope.scaling) == (1e4, None)
     assert (far.rope.theta, far.rope.scaling) == (1e6, LinearScaling(factor=8.0))
@@ -59,7 +59,7 @@ def test_rings_make_the_cache_of_a_long_sequence_of_gemma_small():
     """Of 8,192 tokens, against keys and values of all layers for every token."""
     rollout = RolloutConfig(max_prompt_tokens=1024, max_new_tokens=7168, slots=32, prefill_rows=1)
     pages = table_pages(rollout)
-    kept = kept_places(PRESETS[GEMMA], rollout)
+    kept = kept_places(preset_decoder(GEMMA), rollout)
     assert sum(each.layers * (each.ring or pages) for each in kept) <= 0.3 * 34 * pages
 
 
@@ -77,7 +77,7 @@ PIECE = RolloutConfig(max_prompt_tokens=24, max_new_tokens=8, slots=4, refill_st
 )
 def test_the_sampler_s_log_probabilities_are_those_of_plain_float64(model: str):
     """Prompts longer than the rings, shared by completions, in pieces and pages that end anywhere."""
-    decoder = tiny_clone(PRESETS[model])
+    decoder = tiny_clone(preset_decoder(model))
     weights = random_weights(decoder, seed=0)
     rules = ShardingRules(make_mesh("auto", jax.devices()[:1]), ROLLOUT_AXES)
     engine = RolloutEngine(Device(PIECE, decoder, rules, dtype=jnp.dtype("float32")), None)

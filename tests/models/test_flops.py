@@ -6,9 +6,9 @@ from tiny_decoder import DECODER, tiny
 
 from podium.models.architecture import Lora
 from podium.models.attention.mask import Visibility
-from podium.models.flops import Work, forward_flops, group_work, matrix_elements, step_work, update_flops
+from podium.models.flops import Work, forward_flops, group_work, step_work, update_flops
 from podium.models.params import param_specs
-from podium.models.presets import PRESETS
+from podium.models.presets import preset_decoder
 from podium.train.batches.batch import BatchSizes, make_batch
 from podium.train.batches.samples import single_answer
 
@@ -22,10 +22,10 @@ def test_a_group_s_prompt_counts_once_and_its_completions_see_it():
 
 def test_an_update_is_six_operations_an_element_and_token_and_attention_by_half():
     layer = 2 * 32 * (4 + 2) * 8 + 3 * 32 * 48
-    assert matrix_elements(DECODER) == 2 * layer + 300 * 32
+    assert DECODER.active == 2 * layer + 300 * 32
     causal = Work(tokens=100, pairs={None: 100 * 101 // 2})
     whole_square = 12 * 100 * 100 * 4 * 8 * 2
-    found = update_flops(DECODER, causal) - 6 * 100 * matrix_elements(DECODER)
+    found = update_flops(DECODER, causal) - 6 * 100 * DECODER.active
     assert found == pytest.approx(whole_square / 2, rel=0.011)
     assert update_flops(DECODER, causal) == 3 * forward_flops(DECODER, causal)
 
@@ -34,13 +34,13 @@ def test_with_adapters_the_frozen_matrices_have_no_gradient():
     decoder = tiny(lora=Lora(rank=2, alpha=2.0, targets=("q", "down")))
     adapters = 2 * (2 * (32 + 32) + 2 * (48 + 32))
     found = update_flops(decoder, Work(tokens=10, pairs={None: 0}))
-    assert found == 10 * (4 * matrix_elements(DECODER) + 6 * adapters)
+    assert found == 10 * (4 * DECODER.active + 6 * adapters)
 
 
 def test_the_elements_are_those_of_the_specs_that_are_matrices():
     specs = param_specs(DECODER)
     matrices = (spec for spec in specs.values() if sum(axis is not None for axis in spec.axes) > 1)
-    assert matrix_elements(DECODER) == sum(int(np.prod(spec.shape)) for spec in matrices)  # tied: the head once
+    assert DECODER.active == sum(int(np.prod(spec.shape)) for spec in matrices)  # tied: the head once
 
 
 def test_the_work_is_what_a_row_of_shared_prompts_holds():
@@ -68,7 +68,7 @@ def test_the_work_is_what_a_row_of_shared_prompts_holds():
 
 
 def test_attention_within_a_window_counts_the_pairs_of_the_window():
-    decoder = PRESETS["google/gemma-3-1b-it"]  # 22 layers of windows of 512, and 4 without; 4 heads of 256
+    decoder = preset_decoder("google/gemma-3-1b-it")  # 22 layers of windows of 512, and 4 without; 4 heads of 256
     assert decoder.windows == (512, None)
     a_pair = 2 * 2 * 4 * 256  # a score and a weighted value
     assert forward_flops(decoder, Work(tokens=0, pairs={512: 10, None: 1000})) == a_pair * (22 * 10 + 4 * 1000)

@@ -28,7 +28,7 @@ from podium.models.files.hf_config import from_hf_config, to_hf_config
 from podium.models.files.source import ModelSource, read_architecture
 from podium.models.logprobs import logits_at
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs
-from podium.models.presets import PRESETS
+from podium.models.presets import preset_decoder
 from podium.models.recorded_experts import joined_choices, recorded_choices
 from podium.sharding import ShardingRules, make_mesh
 
@@ -148,7 +148,7 @@ def test_a_gpt_oss_is_read_in_the_hubs_words_and_in_those_of_transformers_5():
     assert from_hf_config({**hub, "rope_scaling": None, "rope_theta": None, "rope_parameters": rope}, "x") == config
     assert from_hf_config(to_hf_config(config), "x") == config
     assert [attention.window for _, attention in config.attention_layers()] == [8, None, 8]
-    assert PRESETS["openai/gpt-oss-20b"].ropes[0].length == pytest.approx(0.1 * np.log(32) + 1)
+    assert preset_decoder("openai/gpt-oss-20b").ropes[0].length == pytest.approx(0.1 * np.log(32) + 1)
     with pytest.raises(ModelError, match=r"quantization_config .* is not supported"):
         from_hf_config({**hub, "quantization_config": {"quant_method": "fp8"}}, "x")
     with pytest.raises(ModelError, match="attention_bias False is not supported; it must be True or absent"):

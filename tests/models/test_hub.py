@@ -4,14 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_hub import ANSWERS, CUT, MODEL, SILENT, fake_hub
+from fake_hub import ANSWERS, CUT, MODEL, SILENT, WRITER, fake_hub
 from tiny_models import hf_config, write_model
 
+from podium.api.answers import max_positions
 from podium.models.files.hf_config import from_hf_config
+from podium.models.files.source import resolve
+from podium.patience import patiently
+from podium.tasks.question_files import hub_data
+from podium.train.export import PushError, _upload
 
 ASK = """
 import dataclasses, json, sys, time
@@ -137,3 +143,80 @@ def test_a_plan_waits_two_seconds_even_for_a_name_server_that_does_not_answer():
     env = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert "no answer within 2 s" in done.stdout, done.stderr
+
+
+class Clock:
+    """A clock that passes when somebody waits; after ten minutes, the hub answers."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.time = self.monotonic = lambda: self.now
+
+    def sleep(self, seconds: float, /) -> None:
+        self.now += seconds
+        if self.now >= 600.0:
+            for each in REFUSED:
+                ANSWERS.pop(each, None)
+
+
+REFUSED = (MODEL, "repos/create")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch) -> Iterator[Clock]:
+    """A hub on loopback, an empty cache, and a clock that passes when somebody waits."""
+    from huggingface_hub import constants
+
+    clock = Clock()
+    monkeypatch.setitem(patiently.__kwdefaults__, "clock", clock)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    write_model(tmp_path / "model", "llama")
+    with fake_hub(tmp_path / "model") as address:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + template)
+        yield clock
+
+
+def load(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], object]) -> object:
+    """Load a data set of the hub, which gives this answer."""
+    monkeypatch.setattr(pytest.importorskip("datasets"), "load_dataset", lambda name, subset, split: answer())
+    return hub_data("task", "a/b", None, split="test")
+
+
+def asked_of_the_hub(use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+    """What a command asks of the hub; `datasets` sends its requests through the hub's own client."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    return {
+        "weights": lambda: resolve(MODEL, waits=True),
+        "longest sequence": lambda: max_positions(MODEL),
+        "data": lambda: load(monkeypatch, lambda: api.model_info(MODEL)),
+        "upload": lambda: _upload(tmp_path / "model", "me/tiny", private=False),
+    }[use]
+
+
+@pytest.mark.parametrize("use", ["weights", "longest sequence", "data", "upload"])
+def test_ten_minutes_without_the_hub_end_nothing(hub, use, tmp_path, monkeypatch, capsys):
+    for each in REFUSED:
+        monkeypatch.setitem(ANSWERS, each, (503, {}, b""))
+    assert asked_of_the_hub(use, tmp_path, monkeypatch)()
+    assert 600.0 <= hub.now < 640.0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("waiting for the hub")]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("use", ["weights", "longest sequence", "data", "upload"])
+def test_a_token_that_the_hub_does_not_accept_ends_at_once_with_what_renews_it(hub, use, tmp_path, monkeypatch):
+    for each in REFUSED:
+        monkeypatch.setitem(
+            ANSWERS, each, (401, {"X-Error-Message": "Invalid credentials in Authorization header"}, b"")
+        )
+    with pytest.raises((ValueError, PushError)) as caught:
+        asked_of_the_hub(use, tmp_path, monkeypatch)()
+    assert hub.now == 0.0
+    assert "hf auth login" in str(caught.value) and "\n" not in str(caught.value)

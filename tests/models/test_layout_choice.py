@@ -10,11 +10,11 @@ from podium.config.schema import Config, RolloutConfig
 from podium.models.blocks.kind import Block, Stack
 from podium.models.flops import pair_flops
 from podium.models.layouts import DecodeFloor, Layout, choose_layout, machine_of
-from podium.models.presets import PRESETS
+from podium.models.presets import preset_decoder
 from podium.settings import load_settings
 
 QWEN_3B, QWEN_7B, QWEN3_8B = (
-    PRESETS[f"Qwen/{name}"] for name in ("Qwen2.5-3B-Instruct", "Qwen2.5-7B-Instruct", "Qwen3-8B")
+    preset_decoder(f"Qwen/{name}") for name in ("Qwen2.5-3B-Instruct", "Qwen2.5-7B-Instruct", "Qwen3-8B")
 )
 V6E = find_accelerator("v6e-8")
 
@@ -161,7 +161,7 @@ def test_a_group_size_without_hybrid_is_a_contradiction():
 
 def test_the_floor_of_long_sequences_has_the_windows_of_layers_that_have_one():
     """And the choice of a layout counts a ring of pages for each of them."""
-    gemma, machine = PRESETS["google/gemma-3-4b-it"], machine_of(find_accelerator("v6e-8"), 8)
+    gemma, machine = preset_decoder("google/gemma-3-4b-it"), machine_of(find_accelerator("v6e-8"), 8)
     assert machine is not None
     floor = DecodeFloor(decoder=gemma, machine=machine, group=8)
     token = 2 * 2 * 4 * 256  # bytes of a layer: bfloat16 keys and values of 4 heads

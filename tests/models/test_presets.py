@@ -7,7 +7,7 @@ import pytest
 from podium.models.architecture import ModelError, with_layers
 from podium.models.files.hf_config import from_hf_config, to_hf_config
 from podium.models.params import param_specs
-from podium.models.presets import PRESETS, find_architecture
+from podium.models.presets import PRESETS, find_architecture, preset_decoder
 from podium.settings import load_settings
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("**/*.yaml"))
@@ -45,13 +45,13 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("model", PRESETS)
 def test_a_preset_has_as_many_parameters_as_its_makers_say(model):
-    specs = param_specs(PRESETS[model]).values()
+    specs = param_specs(preset_decoder(model)).values()
     assert sum(math.prod(spec.shape) for spec in specs) == PARAMETERS[model]
 
 
 @pytest.mark.parametrize("model", PRESETS)
 def test_a_preset_is_a_config_that_could_have_been_read(model):
-    assert from_hf_config(to_hf_config(PRESETS[model]), model) == PRESETS[model]
+    assert from_hf_config(to_hf_config(preset_decoder(model)), model) == preset_decoder(model)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -63,14 +63,14 @@ def test_every_config_of_ours_can_be_planned_without_a_network(path):
 
 def test_what_is_on_disk_counts_more_than_a_preset(tmp_path, monkeypatch):
     """A folder may be named as a model is."""
-    changed = with_layers(PRESETS["Qwen/Qwen3-0.6B"], 3)
+    changed = with_layers(preset_decoder("Qwen/Qwen3-0.6B"), 3)
     folder = tmp_path / "Qwen" / "Qwen3-0.6B"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(to_hf_config(changed)))
     monkeypatch.chdir(tmp_path)
     assert find_architecture("Qwen/Qwen3-0.6B") == changed
     monkeypatch.chdir(tmp_path / "Qwen")
-    assert find_architecture("Qwen/Qwen3-0.6B") == PRESETS["Qwen/Qwen3-0.6B"]
+    assert find_architecture("Qwen/Qwen3-0.6B") == preset_decoder("Qwen/Qwen3-0.6B")
 
 
 def test_an_unknown_model_without_a_network_names_the_way_out():

@@ -33,7 +33,7 @@ from podium.models.files.peft import load_adapter, save_adapter
 from podium.models.files.source import read_architecture
 from podium.models.logprobs import logits_at
 from podium.models.params import GATHERED_AXES, TRAIN_AXES, param_specs, trained_specs
-from podium.models.presets import PRESETS
+from podium.models.presets import preset_decoder
 from podium.sharding import ShardingRules, make_mesh
 
 CASE, MIXTURE = "qwen3_5", "qwen3_5_moe"
@@ -218,10 +218,10 @@ def mixers_of(decoder: DecoderConfig) -> list[type]:
 
 
 def test_three_layers_in_four_are_delta_nets_unless_the_config_says_otherwise():
-    assert mixers_of(PRESETS["Qwen/Qwen3.5-9B"]) == (3 * [DeltaNet] + [Attention]) * 8
+    assert mixers_of(preset_decoder("Qwen/Qwen3.5-9B")) == (3 * [DeltaNet] + [Attention]) * 8
     said = hf_config(CASE) | {"full_attention_interval": 2}
     assert mixers_of(from_hf_config(said, "x")) == [DeltaNet, Attention] * 2
-    assert [rope.dims for rope in PRESETS["Qwen/Qwen3.5-9B"].ropes] == [64]
+    assert [rope.dims for rope in preset_decoder("Qwen/Qwen3.5-9B").ropes] == [64]
     config = from_hf_config(hf_config(CASE), "x")
     assert from_hf_config(to_hf_config(config), "x") == config
     older = {key: value for key, value in hf_config(CASE).items() if key != "rope_parameters"}
@@ -250,7 +250,7 @@ def test_what_is_not_supported_is_refused_by_name(said, message):
 
 
 def test_certify_s_clone_has_both_kinds_and_rotates_a_part_of_a_head():
-    clone = tiny_clone(PRESETS["Qwen/Qwen3.5-9B"])
+    clone = tiny_clone(preset_decoder("Qwen/Qwen3.5-9B"))
     assert mixers_of(clone) == [DeltaNet, Attention]
     assert (clone.head_dim, [rope.dims for rope in clone.ropes]) == (16, [4])
 

@@ -45,7 +45,6 @@ QWEN_7B = decoder(
 QWEN3_8B = decoder(
     vocab=151936, width=4096, layers=36, heads=32, kv_heads=8, head_dim=128, mlp_width=12288, qk_norm=True, tied=False
 )
-SMOLLM2 = decoder(vocab=49152, width=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp_width=1536)
 
 
 def config(**changed: Any) -> Config:

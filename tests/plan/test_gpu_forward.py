@@ -7,7 +7,7 @@ from estimated import SMALL, config, decoder
 from podium.accelerators import find_accelerator
 from podium.models.architecture import make_lora
 from podium.models.blocks.attention import Attention
-from podium.models.presets import PRESETS
+from podium.models.presets import preset_decoder
 from podium.plan.calibration import load_chip
 from podium.plan.planned_device import closed_form_roofline
 from podium.plan.request.phase_sizes import Planned, RunSizes
@@ -72,13 +72,13 @@ def test_the_trainers_stacks_are_copied_layer_by_layer(base, size):
 
 @pytest.mark.parametrize(("rollout", "kernels"), [("shared", 27), ("apart", 9)])
 def test_codes_of_nf4_are_expanded_wherever_they_are_stored(rollout, kernels):
-    run = run_of(PRESETS["Qwen/Qwen2.5-0.5B-Instruct"], lora={"rank": 4, "base": "nf4", "rollout": rollout})
+    run = run_of(preset_decoder("Qwen/Qwen2.5-0.5B-Instruct"), lora={"rank": 4, "base": "nf4", "rollout": rollout})
     matrices = 24 * 896 * (2 * 896 + 2 * 128 + 3 * 4864)
     copied = matrices if rollout == "shared" else 0  # two codes in a byte, written and read
     assert operand_bytes(run) == 2 * 2 * matrices + copied
     _, large = decode_kernels(run)
     assert large == kernels * 24  # products, what copies and expands their operands, and the cache
-    merged = run_of(PRESETS["Qwen/Qwen2.5-0.5B-Instruct"], lora={"rank": 4, "base": "nf4", "rollout": "merged"})
+    merged = run_of(preset_decoder("Qwen/Qwen2.5-0.5B-Instruct"), lora={"rank": 4, "base": "nf4", "rollout": "merged"})
     assert (operand_bytes(merged), decode_kernels(merged)[1]) == (0, 5 * 24)
 
 
@@ -89,7 +89,7 @@ def test_codes_of_nf4_are_expanded_wherever_they_are_stored(rollout, kernels):
 def test_a_tpu_expands_nf4_in_main_memory_if_a_matrix_is_too_large_for_fast_memory(machine, expanded):
     beside: list[int] = []
     for base in ("bfloat16", "nf4"):
-        run = run_of(PRESETS["Qwen/Qwen3-8B"], machine, lora={"rank": 4, "base": base}, layout="tensor")
+        run = run_of(preset_decoder("Qwen/Qwen3-8B"), machine, lora={"rank": 4, "base": base}, layout="tensor")
         found = decode_phase(run)
         relaid = 2 * found.parts["relaid_weights"] // run.rollout.refill_steps
         beside.append(found.hbm_bytes - found.least_bytes - relaid)

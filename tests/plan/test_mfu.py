@@ -3,7 +3,7 @@ import pytest
 from podium.accelerators import find_accelerator
 from podium.config.schema import Config
 from podium.models.flops import step_work, update_flops
-from podium.models.presets import PRESETS
+from podium.models.presets import preset_decoder
 from podium.plan.calibration import load_chip
 from podium.plan.planner import make_plan
 from podium.plan.request.phase_sizes import Planned
@@ -22,7 +22,7 @@ def test_a_plan_s_mfu_is_the_real_work_over_the_peak_in_the_update_s_time(dtype,
     plan = make_plan(Planned.of(config, accelerator), fast=True)
     lengths = draw_lengths("gsm8k", config.rollout, prompts=config.prompts_per_step, completions=config.group_size)
     work = step_work(lengths.prompts.tolist(), lengths.completions.tolist())
-    ideal = update_flops(PRESETS[MODEL], work) / 8 / getattr(load_chip("v6e").peaks, peak)
+    ideal = update_flops(preset_decoder(MODEL), work) / 8 / getattr(load_chip("v6e").peaks, peak)
     seconds = plan.phase("update").seconds
     assert plan.mfu is not None
     assert seconds is not None

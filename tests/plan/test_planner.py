@@ -43,6 +43,8 @@ from tests.plan.estimated import tiny_config
 ROOT = Path(__file__).parents[2]
 CPU = Accelerator(name="cpu-8", generation="cpu", devices=8, hosts=1, hbm_bytes=2**20)
 V6E = find_accelerator("v6e-8")
+compiles = pytest.mark.slow
+"""Tests of the fixture `plan`, whose programs take 13 CPU seconds to compile, whichever of them is the first."""
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,7 @@ class TrainerAndBatch:
         self.batch = with_scores(batch, self.trainer.scorers, params)
 
 
+@compiles
 def test_planned_memory_is_that_of_the_programs_that_a_trainer_compiles(plan):
     made = TrainerAndBatch(tiny_config())
     train_step: Any = made.trainer.train_step
@@ -100,6 +103,7 @@ def test_planned_memory_is_that_of_the_programs_that_a_trainer_compiles(plan):
     assert plan.phase("score").bytes == pytest.approx(needed, rel=0.002)  # jax 0.12 differs by 320 bytes
 
 
+@compiles
 def test_a_plan_has_every_phase_in_the_order_of_a_run(plan):
     names = ["init", "sync", "prefill", "copy", "decode", "score", "update", "checkpoint"]
     assert [phase.name for phase in plan.phases] == names
@@ -111,6 +115,7 @@ def test_a_plan_has_every_phase_in_the_order_of_a_run(plan):
     assert plan.versions["jax"] == jax.__version__
 
 
+@compiles
 def test_what_programs_make_has_its_name_also_when_nobody_holds_it_yet(plan):
     run = residents(Planned.of(tiny_config(), CPU, DECODER).sizes, "sync")
     assert run["optimizer"] <= plan.phase("init").parts["optimizer"] < run["optimizer"] + 200
@@ -119,12 +124,14 @@ def test_what_programs_make_has_its_name_also_when_nobody_holds_it_yet(plan):
     assert not any("gradients" in phase.parts for phase in plan.phases if phase.name != "update")
 
 
+@compiles
 def test_operations_are_those_of_the_closed_form(plan):
     for phase in plan.phases:
         assert phase.flops == pytest.approx(phase.closed_form_flops, rel=0.05), phase.name
     assert not any("more operations" in note for note in plan.notes)
 
 
+@compiles
 def test_a_plan_of_the_largest_programs_has_the_same_memory_and_nearly_the_same_seconds(plan):
     asked: set[str] = set()
     few = make_plan(
@@ -167,6 +174,7 @@ def test_a_smaller_program_has_the_memory_of_the_largest_and_its_seconds_scaled_
 
 
 @pytest.mark.long
+@compiles
 def test_rows_change_the_update_and_the_score_alone(plan):
     more = make_plan(Planned.of(tiny_config(train={"rows_per_device": 2}), CPU, DECODER), lengths="fixed:4")
     changed = {a.name for a, b in zip(plan.phases, more.phases, strict=True) if a.bytes != b.bytes}
@@ -247,6 +255,7 @@ def test_shares_of_the_roofline_divide_its_parts():
     assert calibrated([(0, line)], made, "update") == (Seconds(value=0, low=0, high=0), "")
 
 
+@compiles
 def test_a_step_is_its_phases_and_the_host(plan):
     phases = [phase.seconds for phase in plan.phases if phase.seconds]
     assert plan.step is not None and plan.host is not None

@@ -6,6 +6,7 @@ What the real one says was recorded (recorded_gcloud.json, by record_gcloud.py);
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -91,9 +92,13 @@ class FakeGcloud:
         if self.fake.storage_fails:
             return self._finished(argv, 1, "", self.fake.storage_fails)
         if argv[2] == "cp":
-            self.fake.objects.append(argv[4])
+            self.fake.objects[argv[4]] = self.fake.clock()
             return self._finished(argv, 0, "")
-        found = [{"name": each} for each in self.fake.objects if each.startswith(argv[4].removesuffix("*"))]
+        found = [
+            {"name": name, "creation_time": datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%S%z")}
+            for name, created in self.fake.objects.items()
+            if name.startswith(argv[4].removesuffix("*"))
+        ]
         return self._finished(argv, 0, json.dumps(found))
 
     def _virtual_machines(self, argv: tuple[str, ...], timeout_s: float) -> Finished:

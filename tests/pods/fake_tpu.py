@@ -85,7 +85,7 @@ class FakeTpu:
         self.capacity: dict[str, int] = {}  # slices that a zone has left; one that is not named has enough
         self.stuck_zones: set[str] = set()  # where machines are made for ever
         self.unreachable: set[str] = set()  # they answer nothing, and lists of all zones leave them out
-        self.objects: list[str] = []  # in buckets
+        self.objects: dict[str, float] = {}  # in buckets, and when each was created
         self.storage_fails = ""  # what gcloud says about every bucket
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str, str, Any]] = []

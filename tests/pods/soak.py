@@ -172,6 +172,7 @@ class Soak:
             logged_in = max(until for _, until, text in command.bad if text == LOGIN)
             command.laptop.sleep(max(60.0, logged_in - self.timeline.now))
             command.again = self.timeline.now
+            command.project.slices.began = command.laptop.time()
 
     def _keep(self, command: Command) -> None:
         """`podium pod run --keep-alive --type v4-16 --slice demo`."""

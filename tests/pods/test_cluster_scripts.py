@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -201,12 +200,15 @@ case "$2" in
     *) echo "$@" >> "$ASKED";;
 esac
 """
+DATE = """#!/bin/sh
+if [ "$1" = +%s ]; then echo "$NOW"; else exec /usr/bin/date "$@"; fi
+"""
 PYTHON = """#!/bin/sh
 case "$2" in
     podium.cli)
         env | grep ^PODRUN_ > "$PODRUN_JOB_DIR/seen"
         cp "$4" "$PODRUN_JOB_DIR/config"
-        /usr/bin/sleep "$TRAINS_S";;
+        while [ "$TRAINS_UNTIL" ] && ! grep -qs "$TRAINS_UNTIL" "$ASKED"; do /usr/bin/sleep 0.05; done;;
     podium.job.save_notice) echo "$NOTICE_S";;
 esac
 """
@@ -215,10 +217,17 @@ esac
 def run_script(folder: Path, python: Path, *, config: Config, left_s: int, **more: str) -> list[str]:
     """Run the script for Slurm on two nodes whose commands are the ones above; the commands that it gave to Slurm.
 
-    The job's time is over in `left_s`; `more` are further variables.
+    The job's time is over in `left_s`, and its clock stands still; `more` are further variables.
     """
     scancel = '#!/bin/sh\necho scancel "$@" >> "$ASKED"\n'
-    commands = {"srun": SRUN, "scontrol": SCONTROL, "scancel": scancel, "sleep": SLEEP, python.name: PYTHON}
+    commands = {
+        "srun": SRUN,
+        "scontrol": SCONTROL,
+        "scancel": scancel,
+        "sleep": SLEEP,
+        "date": DATE,
+        python.name: PYTHON,
+    }
     for path, text in commands.items():
         (folder / path).write_text(text)
         (folder / path).chmod(0o755)
@@ -231,10 +240,11 @@ def run_script(folder: Path, python: Path, *, config: Config, left_s: int, **mor
         "SLURM_NNODES": "2",
         "SLURM_JOB_NODELIST": "n[1-2]",
         "SLURM_SUBMIT_DIR": str(folder),
-        "ENDS": str(int(time.time()) + left_s),
+        "NOW": "1767225600",
+        "ENDS": str(1_767_225_600 + left_s),
         "ASKED": str(folder / "asked"),
         "NOTICE_S": "120",
-        "TRAINS_S": "0",
+        "TRAINS_UNTIL": "",
         **more,
     }
     done = subprocess.run(["bash"], input=script, env=given, capture_output=True, text=True, cwd=folder, timeout=60)
@@ -259,12 +269,11 @@ def test_the_script_for_slurm_tells_each_process_its_place_whatever_its_python_i
 def test_a_job_is_asked_to_save_when_twice_its_last_save_is_left_and_requeued_before_the_end(
     tmp_path, last_save, notice_s
 ):
-    """Of a day, at most half is notice. The clock is real and `sleep` does not sleep: the step ends after the end."""
-    saves = {"NOTICE_S": last_save, "TRAINS_S": "3"}
+    """Of a day, at most half is notice. `sleep` hardly sleeps, and the step ends after the end of the time."""
+    saves = {"NOTICE_S": last_save, "TRAINS_UNTIL": "requeue"}
     asked = run_script(tmp_path, tmp_path / "python", config=a_config(), left_s=86_400, **saves)
     first, second = (int(line.removeprefix("sleep ")) for line in asked if line.startswith("sleep "))
-    assert 0 <= 86_400 - notice_s - first <= 9
-    assert 0 <= 86_380 - second <= 9
+    assert (first, second) == (86_400 - notice_s, 86_380)
     assert [line for line in asked if line.startswith("scancel")] == ["scancel --signal=TERM 7.0"]
     assert asked[-1] == "requeue 7"
 

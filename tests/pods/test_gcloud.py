@@ -117,6 +117,23 @@ def test_gcloud_does_not_make_a_refused_request_again(real):
 
 
 @needs_gcloud
+def test_gcloud_lists_objects_with_their_times(tmp_path):
+    pytest.importorskip("google_crc32c", reason="the extra gcs is not installed")
+    from fake_gcs import running
+
+    with running() as (store, environment):
+        store.put("bucket", "podium-over/run-1.143.word", b"")
+        store.put("bucket", "podium-over/run-12.0.word", b"")
+        url = f"{environment['STORAGE_EMULATOR_HOST']}/storage/v1/"
+        env = {**os.environ, **gcloud_environment(tmp_path, ""), "CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE": url}
+        argv = Argv().objects("gs://bucket/podium-over/run-1.")
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+    assert json.loads(done.stdout) == [
+        {"name": "podium-over/run-1.143.word", "creation_time": "2026-01-01T00:00:00+0000"}
+    ], done.stderr
+
+
+@needs_gcloud
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="its own network needs root")
 def test_a_user_without_a_network_is_not_told_to_log_in(tmp_path):
     """The real gcloud with a user's credentials, in a network that has nothing: it says `gcloud auth login`."""

@@ -52,7 +52,7 @@ def world(make_world, tmp_path) -> Iterator[PodWorld]:
 
 
 def wait_for(condition: Callable[[], Any], world: PodWorld) -> None:
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 120
     while not condition():
         logs = world.machine.homes[0].glob("podrun/jobs/*/log")
         assert time.monotonic() < deadline, [log.read_text() for log in logs]

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from podium.pods.gcloud import GcloudError, Order
-from podium.pods.launch import JobStatus
-from podium.pods.recover import RUNNING, Counts, Policy, decide, keep_alive
+from podium.pods.launch import JobStatus, SetupError
+from podium.pods.recover import RUNNING, Counts, Keeper, Policy, decide
 from podium.pods.remote import RemoteError, UnusableError
 from podium.pods.session import Observation
 from podium.pods.slices import DeletedError, RefusedError, SliceError
@@ -62,7 +62,7 @@ class Story:
             raise self.fails.pop(what)
 
     def outcome(self, policy: Policy = POLICY) -> int:
-        return keep_alive(self, policy, clock=self.clock, say=self.said.append)
+        return Keeper(self, policy, clock=self.clock, say=self.said.append).keep()
 
 
 def test_a_preempted_run_goes_on_on_other_machines():
@@ -119,6 +119,21 @@ def test_a_restart_that_reached_nobody_counts_for_nothing():
     story = Mute(*[seen(MISSING, MISSING)] * 8, seen(DONE, DONE))
     assert story.outcome() == 0
     assert story.done.count("start") == 8
+
+
+def test_time_without_google_is_no_time_in_which_setups_failed():
+    """A setup fails, then Google is away for hours, then it fails again."""
+
+    class Failing(Story):
+        def start(self) -> None:
+            self.done.append("start")
+            if len(self.done) < 3:
+                raise SetupError("the setup failed on worker(s) 0: connection reset")
+
+    away = [GcloudError("unavailable", "gcloud crashed (ConnectionError)")] * 300
+    story = Failing(seen(NONE, NONE), *away, *[seen(NONE, NONE)] * 2, seen(DONE, DONE))
+    assert story.outcome() == 0
+    assert story.done == ["start"] * 3
 
 
 RENTING = Observation(slice=None, job=None, renting=True)
@@ -336,28 +351,6 @@ def test_machines_taken_at_random_instants_cost_at_most_two_save_intervals(make_
     assert {line["step"]: line["chain"] for line in world.metrics()} == undisturbed()
     assert f"{ZONES[1]}: ACTIVE" in err
     assert world.fake.everything() == []
-
-
-@pytest.mark.parametrize(
-    "word", [*(pytest.param(word, marks=pytest.mark.long) for word in ("scp", "agent start")), "agent logs"]
-)
-def test_machines_taken_at_any_command_of_the_laptop_are_replaced(make_world, pod, word):
-    """While the run is sent, as it is started, and between a look at it and its log."""
-    world = make_world(workers=1)
-    world.plan(steps=6, save_every=SAVE_EVERY, hold=True)
-    assert pod("up", "demo", "--type", "v6e-8", "--zone", ZONES[0])[0] == 0
-
-    def take() -> None:
-        world.fake.preempt("demo")
-        world.hosts.lose(0)
-        world.hosts.renew()
-        world.release()
-
-    world.on_command(word, take)
-    result, _, err = pod(*world.run_arguments("--keep-alive", "--slice", "demo"))
-    assert result == 0, err
-    assert "replace: the slice is lost" in err
-    assert world.metrics()[-1]["step"] == 6
 
 
 def undisturbed() -> dict[int, str]:

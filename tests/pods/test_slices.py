@@ -27,7 +27,7 @@ from podium.pods.inventory import (
 )
 from podium.pods.options import Rent
 from podium.pods.rental import new_order
-from podium.pods.slices import DeletedError, PendingError, SliceError, TakenError
+from podium.pods.slices import DeletedError, PendingError, SliceError
 from tests.pods import fake_gcloud
 from tests.pods.fake_gcloud import Closed, Cloud
 from tests.pods.fake_tpu import Fault
@@ -291,28 +291,6 @@ def asleep_in(world: World, method: str, meanwhile: Callable[[], object]) -> Non
     world.gcloud.instant = instant
 
 
-@pytest.mark.parametrize("method", ["DELETE", "PATCH"])
-def test_a_command_that_was_asleep_changes_nothing_that_was_rented_later(world, method):
-    """Between the moment at which gcloud was called and its request, the slice was replaced by another of its title."""
-    got = world.slices.up(KEPT, ["us-a"])
-    other = world.owned_by("ada")
-    later: list[Slice] = []
-
-    def replaced() -> None:
-        other.down("run")
-        later.append(other.up(KEPT, ["us-a"]))
-
-    asleep_in(world, method, replaced)
-    if method == "DELETE":
-        world.slices.delete([got])
-    else:
-        with pytest.raises(GcloudError, match="not found"):
-            world.slices.label(got, {STATE: LOST})
-    (now,) = world.slices.titled("run")
-    assert (now.name, now.mark, now.state) == (later[0].name, "", "ready")
-    assert now.name != got.name
-
-
 def test_an_update_of_labels_that_was_asleep_takes_no_label_back(world):
     """gcloud reads all labels and writes them all; what another laptop wrote in between must not depend on it."""
     got = world.slices.up(KEPT, ["us-a"])
@@ -330,15 +308,6 @@ def test_two_that_were_asked_for_at_once_become_one(world):
     asleep_in(world, "POST", lambda: first.append(other.up(KEPT, ["us-b"])))
     assert world.slices.up(KEPT, ["us-a", "us-b"]).name == first[0].name
     assert world.ours() == {"us-b"}
-
-
-def test_what_another_run_has_is_not_used(world):
-    world.slices.up(KEPT, ["us-a"])
-    other = dataclasses.replace(KEPT, labels={**KEPT.labels, RUN: "other-1"}, run="other-1")
-    for order in (other, ORDER):
-        with pytest.raises(TakenError, match=r"was rented for the run mine-1 .*podium pod down run"):
-            world.slices.up(order, ["us-b"])
-    assert world.ours() == {"us-a"}
 
 
 def test_a_slice_that_is_being_given_up_is_not_used_again(world):

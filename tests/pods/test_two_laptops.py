@@ -3,15 +3,17 @@
 import base64
 import contextlib
 import gzip
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 
+from podium.job.job_records import STOPPED
 from podium.pods import commands
 from podium.pods.endings import Endings
 from podium.pods.gcloud import Finished, GcloudError
-from podium.pods.inventory import STARTED, STATE, label_text
+from podium.pods.inventory import STARTED, STATE, STOP, label_text
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import Project
 from podium.pods.rental import new_order
@@ -81,13 +83,15 @@ class Laptops(Cloud):
         slices.say = project.say
         return project
 
-    def opened(self, name: str = "run", project: Project | None = None, *, own: bool = True) -> Session:
-        """`podium pod run --keep-alive --type v4-16 --slice demo` on a laptop, before it has a slice."""
+    def opened(
+        self, name: str = "run", project: Project | None = None, *, own: bool = True, fresh: bool = True
+    ) -> Session:
+        """`podium pod run --keep-alive --slice demo` on a laptop, if `fresh` with `--type v4-16`, before it rents."""
         project, spec = project or self.project(), made_spec(name, self.file)
         run = label_text(spec.prefix)
         order = new_order("demo", RENT, project.slices, ZONES, run, bucket="b" if own else None)
         endings = Endings(project.slices, "b" if own else None, run)
-        return Session(project, spec, order, ZONES, endings, fresh=True)
+        return Session(project, spec, order, ZONES, endings, fresh=fresh)
 
     def session(self, name: str = "run", project: Project | None = None, *, own: bool = True) -> Session:
         """The same, with its slice."""
@@ -121,28 +125,75 @@ def said(project: Project) -> str:
     return "\n".join(project.__dict__.get("said", []))
 
 
-@pytest.mark.parametrize("method", ["GET", "PATCH", "DELETE"])
 @pytest.mark.parametrize("theirs", ["run", "other"])
-def test_a_laptop_that_wakes_deletes_nothing_that_another_laptop_rented(laptops, method, theirs):
-    """Its lid is closed anywhere in the commands that give a slice back; another laptop has rented one meanwhile."""
-    session = laptops.session()
-    machines = []
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("act", ["give back", "rent"])
+def test_a_laptop_that_wakes_deletes_nothing_that_another_laptop_rented(laptops, act, lost, theirs):
+    """Its lid is closed before each request in turn; another laptop has rented a slice meanwhile."""
+    slept = 0
+    for request in itertools.count():
+        session = laptops.session()
+        machines: list[str] = []
+        sent = itertools.count()
+
+        def instant(method: str, request=request, sent=sent, machines=machines) -> None:
+            if next(sent) == request:
+                other = laptops.project()
+                other.slices.down("demo")
+                laptops.session(theirs, other)
+                machines.extend(laptops.nodes())
+
+        if lost:
+            laptops.fake.preempt("demo")
+        laptops.gcloud.instant = instant
+        with contextlib.suppress(GcloudError, TakenError, DeletedError):  # what it labels is gone, or the title taken
+            session.rent() if act == "rent" else session.give_back(0, told=False)
+        laptops.gcloud.instant = lambda method: None
+        if not machines:  # the command had ended before
+            break
+        slept += 1
+        if act == "give back":
+            session.give_back(0, told=True)
+        assert laptops.nodes() == machines, request
+        assert len(machines) == 1
+        laptops.project().slices.down("demo")
+    assert slept >= 4
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE"])
+def test_down_deletes_what_it_has_found_and_nothing_that_was_rented_later(laptops, monkeypatch, method):
+    laptops.session()
+    project, machines = laptops.project(), []
+    monkeypatch.setattr(commands, "open_project", lambda *_: project)
 
     def instant(sent: str) -> None:
         if sent == method:
             laptops.gcloud.instant = lambda sent: None
             other = laptops.project()
             other.slices.down("demo")
-            laptops.session(theirs, other)
+            laptops.session("other", other)
             machines.extend(laptops.nodes())
 
     laptops.gcloud.instant = instant
-    with contextlib.suppress(GcloudError):  # what it labels is gone
-        session.give_back(0, told=False)
-    laptops.gcloud.instant = lambda sent: None
-    session.give_back(0, told=True)
-    assert laptops.nodes() == machines
-    assert len(machines) == 1
+    commands.down(name="demo", project=None, dry_run=False)
+    assert laptops.nodes() == machines != []
+
+
+def test_a_stop_that_was_heard_is_remembered_when_the_slice_is_gone(laptops):
+    """A slice that the user made tells it by its label alone."""
+    maker = laptops.opened(own=False)
+    maker.rent()
+    laptops.started(maker)
+    keeper = laptops.opened()
+    keeper.rent()
+    assert keeper.observe().over is None
+    laptops.project().slices.label(keeper.slice, {STATE: f"{STOP}word"})
+    assert keeper.observe().over == STOPPED
+    laptops.fake.vanish("demo")
+    assert keeper.observe().over == STOPPED
+    with pytest.raises(DeletedError, match="the run is over"):
+        keeper.rent()
+    assert laptops.nodes() == []
 
 
 def test_what_was_rented_for_another_run_is_neither_used_nor_deleted(laptops):
@@ -152,6 +203,42 @@ def test_what_was_rented_for_another_run_is_neither_used_nor_deleted(laptops):
         second.rent()
     assert not second.give_back(1, told=False)
     assert len(laptops.nodes()) == 1
+    with pytest.raises(TakenError, match="was rented for the run run-"):
+        laptops.opened("other", fresh=False)
+
+
+def test_of_two_runs_that_ask_at_once_the_second_gives_its_slice_back(laptops):
+    """Both saw that nobody has the title."""
+    first, second = laptops.opened(), laptops.opened("other")
+
+    def instant(method: str) -> None:
+        if method == "POST":
+            laptops.gcloud.instant = lambda method: None
+            first.rent()
+
+    laptops.gcloud.instant = instant
+    with pytest.raises(TakenError, match="was rented for the run run-"):
+        second.rent()
+    assert [node["name"].rpartition("/")[2] for node in laptops.fake.nodes.values()] == [first.slice.name]
+
+
+def test_a_title_that_another_run_took_while_a_setup_lasted_is_not_taken_back(laptops, monkeypatch):
+    session, machines = laptops.session(), []
+
+    def prepared(remote, spec) -> tuple[str, bool]:
+        other = laptops.project()
+        other.slices.down("demo")
+        laptops.session("other", other)
+        machines.extend(laptops.nodes())
+        return "run-1", True
+
+    monkeypatch.setattr("podium.pods.session.prepare", prepared)
+    with contextlib.suppress(GcloudError):  # what it labels is gone
+        session.start()
+    with pytest.raises(TakenError):
+        session.rent()
+    assert not session.give_back(1, told=False)
+    assert laptops.nodes() == machines
 
 
 def test_a_slice_that_another_laptop_replaced_in_another_zone_is_followed(laptops):
@@ -222,6 +309,26 @@ def test_a_stop_before_a_laptop_hears_that_its_slice_was_granted_is_heard(laptop
     assert session.observe().over == 143
     again = laptops.session(own=False)
     assert again.observe().over is None  # the same command again overrides the stop
+
+
+@pytest.mark.parametrize("skew_s", [-9000.0, 0.0, 9000.0])
+@pytest.mark.parametrize(("stopped_s", "status"), [(-600.0, None), (600.0, STOPPED)])
+def test_a_command_that_looks_late_obeys_the_stops_that_were_given_after_it(laptops, stopped_s, status, skew_s):
+    """Its laptop was offline for an hour, and its clock is wrong."""
+    stopping = Endings(laptops.project().slices, "b", "run-1")
+    laptops.clock.sleep(600.0)
+    if stopped_s < 0:
+        stopping.add(STOPPED, "word")
+    laptops.clock.sleep(600.0)
+    late = laptops.project(skew_s=skew_s).slices
+    late.began = late.clock.time()
+    laptops.clock.sleep(600.0)
+    if stopped_s > 0:
+        stopping.add(STOPPED, "word")
+    laptops.clock.sleep(3600.0)
+    keeping = Endings(late, "b", "run-1")
+    keeping.begin()
+    assert keeping.status() == status
 
 
 def test_a_stop_withdraws_a_request_in_the_queue(laptops, monkeypatch):

@@ -27,7 +27,7 @@ from podium.models.architecture import Lora, rollout_decoder
 from podium.models.blocks.weights import Codes
 from podium.models.linear import integer_product
 from podium.models.params import GROUP_AXES, ROLLOUT_AXES, TRAIN_AXES, is_adapter, param_specs
-from podium.models.presets import PRESETS
+from podium.models.presets import preset_decoder
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.engine_weights import abstract_weights, engine_decoder, keeps, make_sync
@@ -188,7 +188,7 @@ def bytes_of(decoder, dtype=jnp.bfloat16):
 
 
 def test_the_layers_of_a_rollout_need_half_the_memory():
-    large = PRESETS["Qwen/Qwen3-8B"]
+    large = preset_decoder("Qwen/Qwen3-8B")
     ends = 2 * 2 * large.vocab * large.width
     int8 = bytes_of(dataclasses.replace(large, rollout_weights="int8"))
     assert 0.5 < (int8 - ends) / (bytes_of(large) - ends) < 0.502
@@ -267,7 +267,7 @@ def test_with_adapters_the_base_alone_is_int8_or_what_they_are_merged_into(base,
     ],
 )
 def test_other_families_keep_experts_and_routers_as_they_are(name):
-    decoder = dataclasses.replace(tiny_clone(PRESETS[name]), rollout_weights="w8a8")
+    decoder = dataclasses.replace(tiny_clone(preset_decoder(name)), rollout_weights="w8a8")
     rules = ShardingRules(mesh_of(1), ROLLOUT_AXES)
     plain = dataclasses.replace(decoder, rollout_weights="dtype")
     params = init_params(0, param_specs(plain), ShardingRules(mesh_of(1), TRAIN_AXES))

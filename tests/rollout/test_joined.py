@@ -12,7 +12,7 @@ from tiny_engine import OfGpu, make_pass, mesh_of
 from podium.certify.tiny import random_weights, tiny_clone
 from podium.models.architecture import DecoderConfig, Lora
 from podium.models.params import GROUP_AXES, ROLLOUT_AXES, frozen_dtype, is_adapter
-from podium.models.presets import PRESETS
+from podium.models.presets import preset_decoder
 from podium.rollout.engine_weights import abstract_weights, engine_decoder, engine_specs, make_sync
 from podium.sharding import ShardingRules, make_mesh
 
@@ -54,7 +54,7 @@ def synced(params, decoder: DecoderConfig, rules: ShardingRules):
         (dataclasses.replace(BIASED, lora=SOME), {"q+k+v", "q+k+v.lora_a", "q+k+v.lora_b", "gate+up.lora_b"}),
         (dataclasses.replace(BIASED, lora=ALL), {"q+k+v.scale", "gate+up.scale", "gate+up.lora_a"}),
         (dataclasses.replace(WIDE, lora=dataclasses.replace(SOME, base="nf4")), {"q+k+v.scale", "gate+up.lora_a"}),
-        (tiny_clone(PRESETS["Qwen/Qwen3.5-35B-A3B"]), {"q+k+v+z", "a+b", "q+k+v", "gate+up"}),
+        (tiny_clone(preset_decoder("Qwen/Qwen3.5-35B-A3B")), {"q+k+v+z", "a+b", "q+k+v", "gate+up"}),
     ],
 )
 def test_joined_matrices_give_what_single_ones_do(decoder, joined):
@@ -103,7 +103,7 @@ def test_codes_of_nf4_are_expanded_once_a_layers_input_is_there():
 
 
 def test_matrices_of_other_formats_stay_apart():
-    decoder = tiny_clone(PRESETS["Qwen/Qwen3.5-9B"])
+    decoder = tiny_clone(preset_decoder("Qwen/Qwen3.5-9B"))
     rules = OfGpu(mesh_of(1), ROLLOUT_AXES)
     own = {name.partition(".")[2].partition(".")[2] for name in engine_specs(decoder, rules)}
     assert {"q+k+v+z", "a+b"} <= own

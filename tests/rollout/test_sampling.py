@@ -117,7 +117,7 @@ def test_a_negative_token_of_an_unchanged_policy_has_its_gradient_under_truncati
         def loss(logits):
             logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits)[None], tokens[..., None], axis=2)[..., 0]
             batch = {"advantages": jnp.full((1, 20), -1.0), "segments": segments, "mask": mask}
-            values, stats = policy_loss(RECIPES["grpo"], Tokens(logprobs, sampled_logprobs[None], **batch))
+            values, stats = policy_loss(RECIPES["grpo"](), Tokens(logprobs, sampled_logprobs[None], **batch))
             return jnp.sum(values), (values, stats["clip_low"])
 
         (_, (values, clipped)), gradient = jax.value_and_grad(loss, has_aux=True)(logits)

@@ -9,7 +9,7 @@ from podium.certify.tiny import random_weights, tiny_clone
 from podium.config.schema import RolloutConfig
 from podium.models.layouts import Layout
 from podium.models.params import TRAIN_AXES, param_specs
-from podium.models.presets import PRESETS
+from podium.models.presets import preset_decoder
 from podium.rollout import cache
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
@@ -19,7 +19,7 @@ from podium.sharding import ShardingRules, make_mesh, param_shardings
 
 pytestmark = pytest.mark.usefixtures("whole_slots")
 
-DECODER = tiny_clone(PRESETS["Qwen/Qwen3.5-9B"])
+DECODER = tiny_clone(preset_decoder("Qwen/Qwen3.5-9B"))
 CONFIG = RolloutConfig(max_prompt_tokens=24, max_new_tokens=8, slots=8, prefill_rows=8, page_tokens=2)
 PROMPTS = [tuple(np.random.default_rng(n).integers(0, DECODER.vocab, n).tolist()) for n in (1, 4, 11)]
 

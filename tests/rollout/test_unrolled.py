@@ -19,7 +19,7 @@ from podium.models import decoder as decoder_module
 from podium.models.architecture import Lora, unrolled, with_layers
 from podium.models.decoder import PassSettings, forward
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, frozen_specs, is_adapter, param_specs
-from podium.models.presets import PRESETS
+from podium.models.presets import preset_decoder
 from podium.rollout import cache as caches
 from podium.rollout.device import Device
 from podium.rollout.engine import NonFiniteError, RolloutEngine
@@ -108,7 +108,7 @@ def test_a_gpu_has_kernels_in_its_programs_only_if_it_runs_them(capability, runs
     spans, given = caches.Spans(table, rows, rows), caches.Heads(q, k, k)
     decoding = jax.make_jaxpr(extend)(page, of((), jnp.int32), spans, given)
 
-    mixture = tiny_clone(PRESETS["Qwen/Qwen3-30B-A3B"])
+    mixture = tiny_clone(preset_decoder("Qwen/Qwen3-30B-A3B"))
     tokens = of((2, 16), jnp.int32)
     params = {name: of(spec.shape, jnp.float32) for name, spec in param_specs(mixture).items()}
     compute = functools.partial(forward, settings=PassSettings(config=mixture, rules=rules, dtype=jnp.dtype("float32")))
@@ -185,7 +185,7 @@ def test_a_weight_that_is_not_finite_is_named_with_its_layer():
 
 def test_experts_of_several_places_are_recorded_layer_after_layer():
     """The trainer's stacks alternate; the engine on a GPU has every layer apart."""
-    decoder = tiny_clone(PRESETS["openai/gpt-oss-20b"])
+    decoder = tiny_clone(preset_decoder("openai/gpt-oss-20b"))
     assert len(decoder.routed) > 1
     config = ONE_BUCKET.model_copy(update={"max_prompt_tokens": 24, "max_new_tokens": 4, "slots": 4, "prefill_rows": 4})
     values = {name: jnp.asarray(value) for name, value in random_weights(decoder, seed=0).items()}

@@ -14,8 +14,8 @@ import time
 import jax
 import pytest
 from in_thread import Server
-from processes import below, runs
-from test_server import JSON, LONG, QUESTION, answered, encode, idle, open_connection, wait_for
+from processes import below, runs, wait_for
+from test_server import JSON, LONG, QUESTION, answered, encode, idle, open_connection
 
 from benches.recipes import VOCAB, write_tiny_model
 from podium.config.errors import UsageError
@@ -31,7 +31,7 @@ HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-A: "
 
 
 def connected(port):
-    return socket.create_connection(("127.0.0.1", port), timeout=20)
+    return socket.create_connection(("127.0.0.1", port), timeout=60)
 
 
 def ended(client):

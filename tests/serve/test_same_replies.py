@@ -21,7 +21,7 @@ def in_training(path, body, turn):
     found = []
 
     def ask():
-        connection = http.client.HTTPConnection(address.netloc, timeout=30)
+        connection = http.client.HTTPConnection(address.netloc, timeout=60)
         connection.request("POST", f"{address.path.removesuffix('/v1')}{path}", json.dumps(body))
         answer = connection.getresponse()
         found.append((answer.status, answer.read().decode()))
@@ -99,7 +99,7 @@ def test_a_wrong_field_is_refused_in_the_same_words_by_both(served):
 
 def test_the_only_model_is_listed_by_both(served):
     address = urllib.parse.urlsplit(server().open(Line()))
-    connection = http.client.HTTPConnection(address.netloc, timeout=30)
+    connection = http.client.HTTPConnection(address.netloc, timeout=60)
     connection.request("GET", f"{address.path}/models")
     theirs = json.loads(connection.getresponse().read())
     connection.close()

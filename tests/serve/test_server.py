@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from in_thread import Server
+from processes import wait_for
 from serving import CONTEXT, QUEUE
 
 from benches.recipes import write_tiny_model
@@ -58,7 +59,7 @@ def by_engine(served, prompt, completions=1, seed=0, **settings):
     return served.engine.generate([request])[0][0]
 
 
-def idle(served, seconds=20.0):
+def idle(served, seconds=60.0):
     """Whether the engine comes to have nothing to do, with nothing left of any request."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -303,7 +304,7 @@ def test_counters_are_shown_for_prometheus(served):
 
 def open_connection(served, path, body):
     raw = json.dumps(body).encode()
-    connection = socket.create_connection(("127.0.0.1", served.server.port), timeout=30)
+    connection = socket.create_connection(("127.0.0.1", served.server.port), timeout=60)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
     return connection
@@ -311,13 +312,6 @@ def open_connection(served, path, body):
 
 LONG = {"prompt": QUESTION, "max_tokens": 100, "logit_bias": None, "n": 4, "temperature": 1e6}
 """Answers that take a while: almost all draws are of other tokens than the one that ends them."""
-
-
-def wait_for(condition, seconds=20.0):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 DRAWN = {name: value for name, value in LONG.items() if name != "prompt"}
@@ -594,14 +588,14 @@ def attack(served, rng):
     path = [TEXT, CHAT, TOKENS][rng.integers(3)]
     way = int(rng.integers(10))
     if way == 0:  # leaves in the middle of its body
-        connection = socket.create_connection(("127.0.0.1", served.server.port), timeout=30)
+        connection = socket.create_connection(("127.0.0.1", served.server.port), timeout=60)
         connection.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999\r\n".encode())
         connection.sendall(b"Content-Type: application/json\r\n\r\n{")
     elif way in (1, 2):  # leaves in the middle of its answer, or before, without having read it
         connection = open_connection(served, TEXT, {**LONG, "stream": way == 1})
         time.sleep(0.02 * rng.random())
     elif way == 3:  # is no HTTP
-        connection = socket.create_connection(("127.0.0.1", served.server.port), timeout=30)
+        connection = socket.create_connection(("127.0.0.1", served.server.port), timeout=60)
         connection.sendall(rng.bytes(200))
     else:
         status, text, _ = served.server.ask(path, "POST", fuzzed(rng), **JSON)
@@ -629,7 +623,7 @@ def test_hostile_requests_leave_nothing_behind(served, count):
 
 def test_a_body_that_does_not_arrive_is_not_waited_for(served, monkeypatch):
     monkeypatch.setattr("podium.serve.app.BODY_S", 0.2)
-    connection = socket.create_connection(("127.0.0.1", served.server.port), timeout=30)
+    connection = socket.create_connection(("127.0.0.1", served.server.port), timeout=60)
     connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
     connection.sendall(b"Content-Length: 10\r\n\r\n{")
     answer = http.client.HTTPResponse(connection)

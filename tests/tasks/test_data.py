@@ -113,9 +113,9 @@ def test_a_filter_keeps_prompts_that_are_solved_sometimes(tmp_path):
     assert mixture.num_prompts() == {"jsonl": 2}
     assert {prompt.prompt.id for prompt in mixture.next(10)} == set(ids[1:3])
     assert len(mixture.eval_prompts()["jsonl"]) == 5 if task.eval_path else True
-    mixture.data.check_model({"config.json": "x"})
+    mixture.data.check_model(lambda: {"config.json": "x"})
     with pytest.raises(ValueError, match=r"measured with another model: config\.json is y here and was x"):
-        mixture.data.check_model({"config.json": "y"})
+        mixture.data.check_model(lambda: {"config.json": "y"})
 
 
 @pytest.mark.parametrize(

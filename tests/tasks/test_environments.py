@@ -42,7 +42,7 @@ while True:
     environments.say(number, Turn(text="", number=turns[number]))
     turns[number] += 1
 """
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.mark.parametrize("replies", [0, 1, 20])

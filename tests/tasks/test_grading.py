@@ -230,7 +230,7 @@ def test_a_process_that_cannot_be_started_again_is_an_error_and_close_returns(mo
         grader.grade(answers(*["crash", "7"] * 40))
     closing = threading.Thread(target=grader.close, daemon=True)
     closing.start()
-    closing.join(20)
+    closing.join(60)
     assert not closing.is_alive()
 
 

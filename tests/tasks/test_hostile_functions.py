@@ -32,7 +32,6 @@ RAISED = [
     StopIteration(),
     BaseException("own"),
 ]
-PATIENCE_S = 20.0
 
 
 @pytest.fixture(autouse=True)

@@ -6,15 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_runs import sizes
 
-from podium.models.flops import Work, group_work, matrix_elements, pair_flops
-from podium.models.presets import PRESETS
+from podium.models.flops import Work, group_work, pair_flops
+from podium.models.presets import preset_decoder
 from podium.train.batches.balance import Lengths
 from podium.train.batches.batch import make_batch
 from podium.train.batches.packing import Chunk, balanced_rows, chunk_tokens, pack_rows
 from podium.train.batches.samples import Sample, single_answer
 
-MODEL = PRESETS["Qwen/Qwen2.5-3B-Instruct"]
-PAIR_COST = pair_flops(MODEL) / (2 * matrix_elements(MODEL))
+MODEL = preset_decoder("Qwen/Qwen2.5-3B-Instruct")
+PAIR_COST = pair_flops(MODEL) / (2 * MODEL.active)
 
 
 def make_samples(groups: int, completions: int, longest: int, seed: int) -> list[Sample]:

@@ -167,6 +167,19 @@ def test_two_hosts_that_share_nothing_but_the_bucket_train_one_run(store, podium
     assert "continuing after step 2" in done.stderr
 
 
+@pytest.mark.parametrize("store", ["gs"], indirect=True)
+@pytest.mark.parametrize("command", ["eval RUN", "export RUN out", "chat RUN", "train CONFIG --from RUN"])
+def test_an_expired_login_is_one_line_with_the_command_that_renews_it(store, podium, tiny_model, tmp_path, command):
+    words = {"RUN": f"{store.runs}/run", "CONFIG": config_file(store, tmp_path, tiny_model)}
+    store.refuses = 401
+    done = podium(*(words.get(word, word) for word in command.split()))
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if "renew the login" in line]
+    assert line.startswith(f"error: {store.runs}/run/config.yaml cannot be read: ")
+    assert line.endswith("; renew the login: gcloud auth application-default login")
+    assert "Traceback" not in done.stderr
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

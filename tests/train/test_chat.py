@@ -51,7 +51,7 @@ APPENDING = (
 
 def use_template(tokenizer, template: str, monkeypatch) -> None:
     monkeypatch.setattr(tokenizer._backend, "chat_template", template)
-    monkeypatch.setattr(tokenizer, "chat_format", tokenizer.make_chat_format({}))
+    monkeypatch.setattr(tokenizer, "chat_format", tokenizer.with_options({}).chat_format)
 
 
 def test_a_turn_reads_only_what_is_new(rollouts, monkeypatch):

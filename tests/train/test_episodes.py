@@ -260,7 +260,7 @@ def test_an_environment_in_processes_survives_one_that_is_killed(talk):
 
         def poll() -> None:
             if rollouts.engine.keys and not killed:  # all environments have begun
-                killed.append(rollouts.environments._pool._shared[0].worker.pid)
+                killed.append(rollouts.episodes.client.environments._pool._shared[0].worker.pid)
                 os.kill(killed[0], signal.SIGKILL)
 
         rollouts.exchange.poll = poll
@@ -299,8 +299,8 @@ def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
                 left[0] -= bool(rollouts.engine.keys)
                 if left[0] == 0 and breaks:
                     raise KeyboardInterrupt
-                if left[0] == 0 and rollouts.environments._pool._shared:
-                    os.kill(rollouts.environments._pool._shared[0].worker.pid, signal.SIGKILL)
+                if left[0] == 0 and rollouts.episodes.client.environments._pool._shared:
+                    os.kill(rollouts.episodes.client.environments._pool._shared[0].worker.pid, signal.SIGKILL)
 
             rollouts.exchange.poll = poll
             with contextlib.suppress(KeyboardInterrupt):
@@ -310,7 +310,10 @@ def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
                 seen["moved"] += rollouts.held.moved
                 seen["wrong"] += sum(ran.error for ran in rollouts.held.ran)
             assert rollouts.engine.keys == [] and rollouts.engine.pages_used == 0 and not rollouts.engine.busy
-            assert not rollouts.environments._pool._homes and not rollouts.environments._deadlines
+            assert (
+                not rollouts.episodes.client.environments._pool._homes
+                and not rollouts.episodes.client.environments._deadlines
+            )
     assert all(seen[each] for each in ("evicted", "length", "failed", "moved", "wrong")), seen
     assert len(started) > failing["workers"]  # some ended and were replaced
     assert all(process.returncode is not None for process in started)
@@ -413,7 +416,7 @@ def test_the_loop_takes_as_long_as_the_planner_says(talk, roomy_model, seconds):
         rollouts.feed.tokenizer.eos_tokens = (2, 3, 4, 5, 13, 14, 15, 16)  # a quarter of all, so that answers end soon
         timed = Timed(seconds, clock)
         timed.watch(rollouts.engine)
-        rollouts.environments.close()
+        rollouts.episodes.client.environments.close()
         rollouts.episodes.client.environments = timed  # pyright: ignore[reportAttributeAccessIssue]
         groups, _ = rollouts.answer(rollouts.feed.next(8))
     found = [group.transcripts for group in groups]

@@ -21,7 +21,7 @@ from podium.models.blocks.kind import Stack
 from podium.models.decoder import PassSettings, forward
 from podium.models.layouts import Layout
 from podium.models.params import TRAIN_AXES, param_specs
-from podium.models.presets import PRESETS
+from podium.models.presets import preset_decoder
 from podium.models.recorded_experts import joined_choices, recorded_choices
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
@@ -37,7 +37,7 @@ from podium.train.optimizer.transforms import make_optimizer
 from podium.train.state import init_state
 from podium.train.step import make_train_step, shard_batch
 
-DECODER = tiny_clone(PRESETS["Qwen/Qwen3-30B-A3B"])
+DECODER = tiny_clone(preset_decoder("Qwen/Qwen3-30B-A3B"))
 C = DECODER.choices
 WEIGHTS = random_weights(DECODER, seed=0)
 CONFIG = RolloutConfig(max_prompt_tokens=24, max_new_tokens=8, slots=8, refill_steps=3, prefill_rows=8, page_tokens=2)

@@ -103,7 +103,7 @@ def test_programs_whose_processes_are_lost_begin_again_without_a_failure(talk, m
 
         def poll() -> None:
             if rollouts.engine.keys and not killed:
-                killed.append(rollouts.environments._pool._shared[0].worker.pid)
+                killed.append(rollouts.episodes.client.environments._pool._shared[0].worker.pid)
                 os.kill(killed[0], signal.SIGKILL)
 
         rollouts.exchange.poll = poll
@@ -145,7 +145,7 @@ def test_environments_that_are_lost_between_steps_change_nothing_that_is_carried
             broken.run(rollouts, step)
             left = [each for pending in rollouts.position.pending for each in pending.episodes if not each.ended]
             lost.append(sum(each.state != "ending" for each in left))
-            process = rollouts.environments._pool._shared[0].worker
+            process = rollouts.episodes.client.environments._pool._shared[0].worker
             wait_without_calls(process)
             os.kill(process.pid, signal.SIGKILL)
             until = time.monotonic() + 60
@@ -165,7 +165,7 @@ def test_environments_that_are_lost_between_steps_change_nothing_that_is_carried
 @pytest.mark.parametrize("name", RECIPES)
 def test_no_recipe_stumbles_over_a_step_whose_conversations_all_failed(name, zero_variance):
     """Whether it keeps such groups or drops them, there is nothing to train on, and no advantage."""
-    recipe = dataclasses.replace(RECIPES[name], zero_variance=zero_variance)
+    recipe = dataclasses.replace(RECIPES[name](), zero_variance=zero_variance)
     prompt = TaskPrompt(task=0, prompt=Prompt(id="a", question="?", answer=""), system_prompt=None)
     failed = dataclasses.replace(Transcript().add_prompt((1, 2, 3)), finish_reason="failed")
     group = Group(prompt=prompt, transcripts=[failed] * 4, rewards=[FAILED] * 4, greedy=Greedy(failed, FAILED))

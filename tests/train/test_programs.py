@@ -169,7 +169,7 @@ def test_programs_go_on_over_updates_and_begin_again_in_a_continued_run(talk):
         groups, _ = rollouts.answer(rollouts.feed.next(4))
         assert begun and {group.prompt.prompt.id for group in groups} & set(begun)
         assert not rollouts.held.failures
-        rollouts.episodes.forget()
+        rollouts.episodes.client.forget()
 
 
 def asked(messages: list[dict], **fields: object) -> ChatBody:
@@ -259,7 +259,7 @@ def test_the_server_answers_with_calls_and_forgets_conversations_that_have_ended
 @pytest.mark.parametrize(("said", "status"), [("x", 400), ("-5", 400), (str(1 << 40), 413)])
 def test_a_body_of_unknown_length_is_refused_and_not_waited_for(said, status):
     address = urllib.parse.urlsplit(server().open(Line()))
-    connection = http.client.HTTPConnection(address.netloc, timeout=10)
+    connection = http.client.HTTPConnection(address.netloc, timeout=60)
     connection.putrequest("POST", f"{address.path}/chat/completions")
     connection.putheader("Content-Length", said)
     connection.endheaders()
@@ -274,7 +274,7 @@ def test_a_body_in_chunks_and_an_unknown_route_are_refused_by_name():
         ("GET", "models/gpt-4", {}, 404, "unknown route"),
     ]
     for method, route, headers, status, message in asks:
-        connection = http.client.HTTPConnection(address.netloc, timeout=10)
+        connection = http.client.HTTPConnection(address.netloc, timeout=60)
         connection.request(method, f"{address.path}/{route}", None, headers)
         answer = connection.getresponse()
         assert (answer.status, message in json.loads(answer.read())["error"]["message"]) == (status, True)

@@ -3,7 +3,7 @@ from tiny_runs import RISE, first_and_last, learn
 
 from podium.algorithms.recipes import RECIPES
 
-SAMPLED = [name for name, recipe in RECIPES.items() if not recipe.demonstrations and name != "distill"]
+SAMPLED = [name for name, recipe in RECIPES.items() if not recipe().demonstrations and name != "distill"]
 """Recipes that learn from rewards; tests/train/test_teacher.py has distillation."""
 pytestmark = pytest.mark.usefixtures("one_device")
 

@@ -10,19 +10,7 @@ from podium.config.schema import CheckpointConfig
 from podium.train.checkpoints import postponing
 from podium.train.checkpoints.checkpoint import Checkpointer
 from podium.train.checkpoints.postponing import Postponing
-from podium.train.checkpoints.saving import SaveTimer
-
-
-def test_a_save_is_due_so_long_after_the_last():
-    now = [0.0]
-    timer = SaveTimer(600.0, clock=lambda: now[0])
-    now[0] = 599.0
-    assert not timer.due()
-    now[0] = 600.0
-    assert timer.due()
-    timer.restart()
-    assert not timer.due()
-    assert not SaveTimer(0.0, clock=lambda: now[0] * 1e9).due()
+from podium.train.checkpoints.saving import Saving
 
 
 class Nowhere:
@@ -50,6 +38,18 @@ class Saves(Checkpointer):
         for step in steps:
             self.maybe_save(step, None, Nowhere(), score=None, last=step == last)  # type: ignore[arg-type]
         return self.saved[before:]
+
+
+@pytest.mark.parametrize(("every_s", "saved"), [(600.0, [2, 3]), (0.0, [])])
+def test_a_save_is_due_so_long_after_the_last(monkeypatch, every_s, saved):
+    now, made = [0.0], Saves(every_steps=0)
+    monkeypatch.setattr("podium.train.checkpoints.saving.time.monotonic", lambda: now[0])
+    stop: Any = None
+    saving = Saving(made, stop, every_s=every_s, to_continue=lambda: "")
+    for step, now[0] in enumerate((599.0, 600.0, 1200.0, 1799.0), 1):
+        saving.reached(step, None, Nowhere())  # type: ignore[arg-type]
+        saving.after_step(score=None, last=False)
+    assert made.saved == saved
 
 
 @pytest.fixture

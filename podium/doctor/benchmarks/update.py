@@ -6,6 +6,7 @@ Weights and completions are random. Lengths are drawn as `podium plan` draws the
 import dataclasses
 import json
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from podium.run.run_spec import BatchSizes, RunSpec
 from podium.sharding import Params, init_params, make_mesh
 from podium.train.batches.batch import Batch, make_batch
 from podium.train.batches.samples import single_answer
+from podium.train.profile import start_trace
 from podium.train.setup import make_run_optimizer, run_spec
 from podium.train.state import init_state
 from podium.train.step import TrainSettings, make_train_step, shard_batch
@@ -55,8 +57,13 @@ def bench(config: Config, *, lengths: str, repeats: int, as_json: bool) -> int:
     return 0
 
 
-def measure(spec: RunSpec, mesh: Mesh, lengths: SequenceLengths, repeats: int) -> dict[str, object]:
-    """Time updates on a step's first minibatch: the fastest of `repeats` after one that compiles."""
+def measure(
+    spec: RunSpec, mesh: Mesh, lengths: SequenceLengths, repeats: int, *, trace: Path | None = None
+) -> dict[str, object]:
+    """Time updates on a step's first minibatch: the fastest of `repeats` after one that compiles.
+
+    `trace`: a folder for jax's trace of one more update, whose seconds are `traced_s` of the result.
+    """
     decoder = spec.decoder
     settings, optimizer = TrainSettings(decoder, mesh, spec.update), make_run_optimizer(spec.optimizer, decoder)
     recipe = dataclasses.replace(spec.recipe, kl="none", kl_coef=0.0)  # a KL term takes negligible time
@@ -74,6 +81,13 @@ def measure(spec: RunSpec, mesh: Mesh, lengths: SequenceLengths, repeats: int) -
         jax.block_until_ready(metrics)
         times.append((time.perf_counter() - start, time.process_time() - cpu))
     wall_s, cpu_s = (min(each) for each in zip(*times[1:], strict=True))
+    traced: dict[str, object] = {}
+    if trace is not None:
+        start_trace(trace)
+        start = time.perf_counter()
+        jax.block_until_ready(train_step(state, batch, frozen)[1])
+        traced["traced_s"] = time.perf_counter() - start
+        jax.profiler.stop_trace()
     work = step_work(lengths.prompts.tolist(), lengths.completions.tolist(), decoder.windows)
     room = int(on_host.num_micro_batches) * int(np.prod(on_host.tokens.shape[1:]))
     return {
@@ -89,6 +103,7 @@ def measure(spec: RunSpec, mesh: Mesh, lengths: SequenceLengths, repeats: int) -
         "micro_batches": int(on_host.num_micro_batches),
         "tokens_per_s": work.tokens / wall_s,
         **use_of_peak(decoder, work, wall_s, settings),
+        **traced,
     }
 
 

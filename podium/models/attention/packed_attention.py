@@ -4,6 +4,7 @@
 compare the others with it.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -14,9 +15,11 @@ from podium.kernels.gpu_attention import gpu_attention, options_for
 from podium.kernels.tpu_attention import tpu_attention
 from podium.models.attention.blockwise import MASKED, blockwise_attention
 from podium.models.attention.mask import Visibility
-from podium.models.attention.sequence_parallel import over_tokens
 from podium.models.params import mesh_axis_names
 from podium.sharding import ShardingRules
+
+Attention = Callable[[jax.Array, jax.Array, jax.Array, Visibility, jax.Array | None], jax.Array]
+"""`(q [B, T, H, Q], k [B, T, K, Q], v [B, T, K, Q], visibility [B, T], sinks [H] or None) -> attended [B, T, H, Q]`."""
 
 
 class RowAttention(Protocol):
@@ -49,9 +52,11 @@ def row_attention(backend: Backend, visibility: Visibility, rules: ShardingRules
     def on_gpu(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, sinks: jax.Array | None) -> jax.Array:
         return gpu_attention(q, k, v, visibility, sinks, options_for(q, device))
 
-    of_rows = {"tpu_kernel": tpu_attention, "gpu_kernel": on_gpu, "blocks": blockwise_attention}[backend]
+    of_rows: Attention = {"tpu_kernel": tpu_attention, "gpu_kernel": on_gpu, "blocks": blockwise_attention}[backend]
+    if (devices := rules.num_shards("tokens")) > 1:
+        of_rows = _over_tokens(of_rows, devices, tokens)
     attention = jax.shard_map(
-        over_tokens(of_rows, rules.num_shards("tokens"), tokens),
+        of_rows,
         mesh=rules.mesh,
         in_specs=(rows, rows, rows, ids, rules.spec((heads,))),
         out_specs=rows,
@@ -59,6 +64,48 @@ def row_attention(backend: Backend, visibility: Visibility, rules: ShardingRules
     )
     scoped = jax.named_scope("scores")(attention)
     return lambda q, k, v, sinks=None: scoped(q, k, v, visibility, sinks)
+
+
+def _over_tokens(attention: Attention, devices: int, axes: tuple[str, ...]) -> Attention:
+    """Wrap attention over whole rows for arrays whose tokens are split over `devices`.
+
+    Before attention, each device sends its tokens' queries of other heads away and receives all other tokens' queries
+    of its own heads; afterwards the reverse (DeepSpeed-Ulysses, arXiv:2309.14509). Every device computes equally many
+    heads of the same whole rows, so the work is balanced however tokens are split; ring attention would need a causal
+    split for that.
+
+    Call the result inside `shard_map`: arguments and result are one device's part, [B, T/devices, ...].
+
+    Args:
+        attention: attention over whole rows with a device's heads.
+        devices: number of devices that a row is split over; must divide the query heads.
+        axes: the mesh axes of these devices.
+    """
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, sinks: jax.Array | None) -> jax.Array:
+        whole = jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=1, tiled=True), visibility)
+        k, v = (_keys(x, q.shape[2], devices, axes) for x in (k, v))
+        if sinks is not None:
+            own = len(sinks) // devices
+            sinks = jax.lax.dynamic_slice_in_dim(sinks, jax.lax.axis_index(axes) * own, own)
+        q = jax.lax.all_to_all(q, axes, split_axis=2, concat_axis=1, tiled=True)  # [B, T, H/devices, Q]
+        return jax.lax.all_to_all(attention(q, k, v, whole, sinks), axes, split_axis=1, concat_axis=2, tiled=True)
+
+    return attend
+
+
+def _keys(x: jax.Array, heads: int, devices: int, axes: tuple[str, ...]) -> jax.Array:
+    """Keys or values [B, T/devices, K, Q] of all tokens, for the device's share of the H query heads.
+
+    If `devices` does not divide the K heads, all are gathered, and each device selects those it needs.
+    """
+    kv_heads = x.shape[2]
+    if kv_heads % devices == 0:
+        return jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True)
+    x = jax.lax.all_gather(x, axes, axis=1, tiled=True)  # [B, T, K, Q]
+    own, queries = heads // devices, heads // kv_heads  # query heads per device, and per key head
+    needed = (jax.lax.axis_index(axes) * own + jnp.arange(own)) // queries  # key head of each query head
+    return jnp.take(x, needed[:1] if queries % own == 0 else needed, axis=2)
 
 
 @jax.named_scope("scores")

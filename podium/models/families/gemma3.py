@@ -157,25 +157,46 @@ SMALL: Keys = {"vocab_size": 262_144, "max_position_embeddings": 32_768, "slidin
 LARGE: Keys = {"sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
 
 
-def preset(*, width: int, layers: int, heads: int, kv_heads: int, mlp: int, **other: object) -> Keys:
-    """The config.json of a text model."""
-    return {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": mlp,
-        **other,
-    }
-
-
 PRESETS: Mapping[str, Keys] = {
-    "google/gemma-3-270m-it": preset(width=640, layers=18, heads=4, kv_heads=1, mlp=2048, **SMALL),
-    "google/gemma-3-1b-it": preset(width=1152, layers=26, heads=4, kv_heads=1, mlp=6912, **SMALL),
-    "google/gemma-3-4b-it": preset(width=2560, layers=34, heads=8, kv_heads=4, mlp=10_240, **LARGE),
-    "google/gemma-3-12b-it": preset(width=3840, layers=48, heads=16, kv_heads=8, mlp=15_360, **LARGE),
+    "google/gemma-3-270m-it": {
+        **SMALL,
+        "hidden_size": 640,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 4,
+        "intermediate_size": 2048,
+        "num_key_value_heads": 1,
+    },
+    "google/gemma-3-1b-it": {
+        **SMALL,
+        "hidden_size": 1152,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "intermediate_size": 6912,
+        "num_key_value_heads": 1,
+    },
+    "google/gemma-3-4b-it": {
+        **LARGE,
+        "hidden_size": 2560,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "intermediate_size": 10_240,
+        "num_key_value_heads": 4,
+    },
+    "google/gemma-3-12b-it": {
+        **LARGE,
+        "hidden_size": 3840,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "intermediate_size": 15_360,
+        "num_key_value_heads": 8,
+    },
     "google/gemma-3-27b-it": {
-        **preset(width=5376, layers=LAYERS_27B, heads=32, kv_heads=16, mlp=21_504, **LARGE),
+        **LARGE,
+        "hidden_size": 5376,
+        "num_hidden_layers": LAYERS_27B,
+        "num_attention_heads": 32,
+        "intermediate_size": 21_504,
+        "num_key_value_heads": 16,
         "head_dim": 128,
         "query_pre_attn_scalar": 168,
     },

@@ -19,34 +19,42 @@ def read(settings: ModelSettings) -> DecoderConfig:
     return decoder_of(settings, [block] * len(types))
 
 
-def preset(*, width: int, layers: int, heads: int, mlp: int, stretched: float, **other: object) -> Keys:
-    """The config.json of a Llama 3, whose rotary embeddings are `stretched` by this factor."""
-    return {
-        "vocab_size": 128_256,
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "intermediate_size": mlp,
-        "max_position_embeddings": 131_072,
-        "rope_theta": 5e5,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": stretched,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "rms_norm_eps": 1e-5,
-        **other,
-    }
-
-
-TIED = {"tie_word_embeddings": True}
+SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA_3 = {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14_336,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 5e5,
+    "rope_scaling": SCALING,
+    "rms_norm_eps": 1e-5,
+}
+SMALL = {
+    **LLAMA_3,
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "intermediate_size": 8192,
+    "rope_scaling": {**SCALING, "factor": 32.0},
+    "tie_word_embeddings": True,
+}
 PRESETS: Mapping[str, Keys] = {
-    "meta-llama/Llama-3.2-1B-Instruct": preset(width=2048, layers=16, heads=32, mlp=8192, stretched=32.0, **TIED),
-    "meta-llama/Llama-3.2-3B-Instruct": preset(width=3072, layers=28, heads=24, mlp=8192, stretched=32.0, **TIED),
-    "meta-llama/Llama-3.1-8B-Instruct": preset(width=4096, layers=32, heads=32, mlp=14_336, stretched=8.0),
+    "meta-llama/Llama-3.2-1B-Instruct": SMALL,
+    "meta-llama/Llama-3.2-3B-Instruct": {
+        **SMALL,
+        "hidden_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+    },
+    "meta-llama/Llama-3.1-8B-Instruct": LLAMA_3,
 }
 FAMILIES = (
     Family(

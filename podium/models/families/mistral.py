@@ -107,37 +107,43 @@ def gguf_keys(metadata: GgufMetadata, raw: Keys) -> Keys:
     return {**dense, "rope_parameters": {"rope_theta": raw["rope_theta"], **yarn_keys(metadata), **beta}}
 
 
-def preset(**other: object) -> Keys:
-    """The config.json of a Mistral 7B v0.3 with `other` keys."""
-    return {
-        "vocab_size": 32_768,
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14_336,
-        "max_position_embeddings": 32_768,
-        "rope_theta": 1e6,
-        "sliding_window": None,
-        "rms_norm_eps": 1e-5,
-        **other,
-    }
-
-
+MISTRAL_7B = {
+    "vocab_size": 32_768,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14_336,
+    "max_position_embeddings": 32_768,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "rms_norm_eps": 1e-5,
+}
 PRESETS: Mapping[str, Keys] = {
-    "mistralai/Mistral-7B-Instruct-v0.1": preset(vocab_size=32_000, rope_theta=1e4, sliding_window=4096),
-    "mistralai/Mistral-7B-Instruct-v0.3": preset(),
-    "mistralai/Mistral-Nemo-Instruct-2407": preset(
-        vocab_size=131_072, hidden_size=5120, num_hidden_layers=40, head_dim=128, max_position_embeddings=131_072
-    ),
-    "mistralai/Ministral-8B-Instruct-2410": preset(
-        vocab_size=131_072,
-        num_hidden_layers=36,
-        intermediate_size=12_288,
-        head_dim=128,
-        rope_theta=1e8,
-        sliding_window=32_768,
-    ),
+    "mistralai/Mistral-7B-Instruct-v0.1": {
+        **MISTRAL_7B,
+        "vocab_size": 32_000,
+        "rope_theta": 1e4,
+        "sliding_window": 4096,
+    },
+    "mistralai/Mistral-7B-Instruct-v0.3": MISTRAL_7B,
+    "mistralai/Mistral-Nemo-Instruct-2407": {
+        **MISTRAL_7B,
+        "vocab_size": 131_072,
+        "hidden_size": 5120,
+        "num_hidden_layers": 40,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+    },
+    "mistralai/Ministral-8B-Instruct-2410": {
+        **MISTRAL_7B,
+        "vocab_size": 131_072,
+        "num_hidden_layers": 36,
+        "intermediate_size": 12_288,
+        "head_dim": 128,
+        "rope_theta": 1e8,
+        "sliding_window": 32_768,
+    },
 }
 FAMILIES = (
     Family(

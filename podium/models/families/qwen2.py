@@ -42,26 +42,38 @@ def read(settings: ModelSettings) -> DecoderConfig:
     return decoder_of(settings, [block] * len(types))
 
 
-def preset(*, width: int, layers: int, heads: int, mlp: int, **other: object) -> Keys:
-    """The config.json of a Qwen2.5 with 2 key/value heads and tied embeddings, unless `other` keys differ."""
-    return {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 2,
-        "intermediate_size": mlp,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-        **other,
-    }
-
-
-LARGE: Keys = {"vocab_size": 152_064, "num_key_value_heads": 4, "tie_word_embeddings": False}
+SMALL = {"num_key_value_heads": 2, "rope_theta": 1e6, "tie_word_embeddings": True}
 PRESETS: Mapping[str, Keys] = {
-    "Qwen/Qwen2.5-0.5B-Instruct": preset(width=896, layers=24, heads=14, mlp=4864),
-    "Qwen/Qwen2.5-1.5B-Instruct": preset(width=1536, layers=28, heads=12, mlp=8960),
-    "Qwen/Qwen2.5-3B-Instruct": preset(width=2048, layers=36, heads=16, mlp=11_008),
-    "Qwen/Qwen2.5-7B-Instruct": preset(width=3584, layers=28, heads=28, mlp=18_944, **LARGE),
+    "Qwen/Qwen2.5-0.5B-Instruct": {
+        **SMALL,
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "intermediate_size": 4864,
+    },
+    "Qwen/Qwen2.5-1.5B-Instruct": {
+        **SMALL,
+        "hidden_size": 1536,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "intermediate_size": 8960,
+    },
+    "Qwen/Qwen2.5-3B-Instruct": {
+        **SMALL,
+        "hidden_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "intermediate_size": 11_008,
+    },
+    "Qwen/Qwen2.5-7B-Instruct": {
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "intermediate_size": 18_944,
+        "num_key_value_heads": 4,
+        "rope_theta": 1e6,
+    },
 }
 FAMILIES = (
     Family(

@@ -44,26 +44,44 @@ def read(settings: ModelSettings) -> DecoderConfig:
     return decoder_of(settings, [block] * len(types))
 
 
-def preset(*, width: int, layers: int, heads: int, mlp: int, tied: bool) -> Keys:
-    """The config.json of a Qwen3."""
-    return {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "intermediate_size": mlp,
-        "max_position_embeddings": 40_960,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": tied,
-    }
-
-
+LARGE = {"num_key_value_heads": 8, "max_position_embeddings": 40_960, "rope_theta": 1e6}
+SMALL = {**LARGE, "tie_word_embeddings": True}
 PRESETS: Mapping[str, Keys] = {
-    "Qwen/Qwen3-0.6B": preset(width=1024, layers=28, heads=16, mlp=3072, tied=True),
-    "Qwen/Qwen3-1.7B": preset(width=2048, layers=28, heads=16, mlp=6144, tied=True),
-    "Qwen/Qwen3-4B": preset(width=2560, layers=36, heads=32, mlp=9728, tied=True),
-    "Qwen/Qwen3-8B": preset(width=4096, layers=36, heads=32, mlp=12_288, tied=False),
-    "Qwen/Qwen3-32B": preset(width=5120, layers=64, heads=64, mlp=25_600, tied=False),
+    "Qwen/Qwen3-0.6B": {
+        **SMALL,
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "intermediate_size": 3072,
+    },
+    "Qwen/Qwen3-1.7B": {
+        **SMALL,
+        "hidden_size": 2048,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "intermediate_size": 6144,
+    },
+    "Qwen/Qwen3-4B": {
+        **SMALL,
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "intermediate_size": 9728,
+    },
+    "Qwen/Qwen3-8B": {
+        **LARGE,
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "intermediate_size": 12_288,
+    },
+    "Qwen/Qwen3-32B": {
+        **LARGE,
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "intermediate_size": 25_600,
+    },
 }
 FAMILIES = (
     Family(

@@ -90,25 +90,20 @@ def gguf_keys(metadata: GgufMetadata, raw: Keys) -> Keys:
     return {**mixture_keys(metadata), "norm_topk_prob": True}
 
 
-def preset(**other: object) -> Keys:
-    """The config.json of a 30B-A3B with `other` keys."""
-    return {
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 40_960,
-        "rope_theta": 1e6,
-        **other,
-    }
-
-
+QWEN3_30B = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40_960,
+    "rope_theta": 1e6,
+}
 PRESETS: Mapping[str, Keys] = {
-    "Qwen/Qwen3-30B-A3B": preset(),
-    "Qwen/Qwen3-30B-A3B-Instruct-2507": preset(max_position_embeddings=262_144, rope_theta=1e7),
+    "Qwen/Qwen3-30B-A3B": QWEN3_30B,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": {**QWEN3_30B, "max_position_embeddings": 262_144, "rope_theta": 1e7},
 }
 FAMILIES = (
     Family(

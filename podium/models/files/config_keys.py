@@ -127,7 +127,11 @@ def settings_of(raw: Keys, family: Family, where: str) -> ModelSettings:
 
     Raises ModelError if a key is unknown, or has an unsupported value.
     """
-    raw = _without_aliases(raw, family.keys.aliases, where)
+    aliases = family.keys.aliases
+    for alias, key in aliases.items():
+        if alias in raw and key in raw and raw[key] != raw[alias]:
+            raise ModelError(f"{where}: {alias} {shown(raw[alias])} and {key} {shown(raw[key])} differ; remove one")
+    raw = {aliases.get(key, key): value for key, value in raw.items()}
     check_keys(raw, family, where)
     reads = family.keys.reads
     found = {**reads, **{key: value for key, value in raw.items() if key in reads}}
@@ -162,11 +166,3 @@ def check_keys(raw: Keys, family: Family, where: str) -> None:
 def _is_packed(key: str, value: object, formats: Sequence[str]) -> bool:
     """Whether a key says that weights are packed in one of these formats, which the files themselves say too."""
     return key == "quantization_config" and isinstance(value, Mapping) and value.get("quant_method") in formats
-
-
-def _without_aliases(raw: Keys, aliases: Mapping[str, str], where: str) -> Keys:
-    """A config.json with aliases renamed to the keys that its family reads."""
-    for alias, key in aliases.items():
-        if alias in raw and key in raw and raw[key] != raw[alias]:
-            raise ModelError(f"{where}: {alias} {shown(raw[alias])} and {key} {shown(raw[key])} differ; remove one")
-    return {aliases.get(key, key): value for key, value in raw.items()}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from podium.models.architecture import MAX_LAYERS, DecoderConfig, ModelError, shown
+from podium.models.architecture import MAX_LAYERS, DecoderConfig, ModelError, shown, whole_number
 from podium.models.families import FAMILIES
 from podium.models.family import Family, GgufForm
 from podium.models.files.config_keys import check_family
@@ -52,7 +52,7 @@ def read_config(header: GgufHeader) -> DecoderConfig:
     metadata = GgufMetadata(header)
     where, name = metadata.where, metadata.name
     form, family = gguf_form(header)
-    _check_file(metadata)
+    _check_file(header)
     _check_keys(metadata, form)
     if "token_embd.weight" not in header.tensors:
         raise ModelError(f"{where}: tensor token_embd.weight is missing")
@@ -90,14 +90,14 @@ def gguf_form(header: GgufHeader) -> tuple[GgufForm, Family]:
     raise ModelError(f"{header.path}: {name} is not llama.cpp's name of an architecture that Podium reads: {known}")
 
 
-def _check_file(metadata: GgufMetadata) -> None:
+def _check_file(header: GgufHeader) -> None:
     """Raises ModelError if a file does not contain a model, or contains only a part of one."""
-    if metadata.kind != "model":
-        raise ModelError(f"{metadata.where}: general.type is {shown(metadata.kind)}; Podium trains models")
-    if metadata.parts > 1:
+    if (kind := header.metadata.get("general.type", "model")) != "model":
+        raise ModelError(f"{header.path}: general.type is {shown(kind)}; Podium trains models")
+    parts = whole_number({"split.count": header.metadata.get("split.count") or 1}, "split.count", str(header.path))
+    if parts > 1:
         raise ModelError(
-            f"{metadata.where}: the model is split into {metadata.parts} files; merge them first (llama-gguf-split"
-            " --merge)"
+            f"{header.path}: the model is split into {parts} files; merge them first (llama-gguf-split --merge)"
         )
 
 

@@ -26,16 +26,6 @@ class GgufMetadata:
         self.name = str(header.metadata.get("general.architecture"))
         self._metadata = header.metadata
 
-    @property
-    def kind(self) -> object:
-        """What the file contains, such as `model`, `adapter` or a vision tower."""
-        return self._metadata.get("general.type", "model")
-
-    @property
-    def parts(self) -> int:
-        """The number of files that the model is split into; 0 or 1 if it is not split."""
-        return whole_number({"split.count": self._metadata.get("split.count") or 1}, "split.count", self.where)
-
     def items(self) -> Iterator[tuple[str, object]]:
         """Yield the architecture's keys, without the prefix of its name, and their values."""
         prefix = f"{self.name}."

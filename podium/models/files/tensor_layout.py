@@ -1,4 +1,4 @@
-"""How a tensor of a model's files holds our parameters, and what a file says of a tensor. No jax."""
+"""How parameters are stored as tensors in a model's files, and a tensor's shape and format there. No jax."""
 
 import math
 from collections.abc import Sequence

@@ -95,8 +95,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         if len(source) > MAX_SOURCE:
             raise TemplateError(f"{name}: has {len(source):,} characters; at most {MAX_SOURCE:,} are allowed")
-        self._template = self._guarded(lambda: _compile(source, date))
-        self.variables: frozenset[str] = self._guarded(lambda: _variables(source))
+        self._template, variables = self._guarded(lambda: _compile(source, date))
+        self.variables: frozenset[str] = variables
         """The variables that it reads."""
 
     def render(
@@ -168,13 +168,12 @@ class _Budget:
 _running: contextvars.ContextVar[_Budget] = contextvars.ContextVar("budget of the template that is being rendered")
 
 
-def _compile(source: str, date: datetime.date | None) -> jinja2.Template:
+def _compile(source: str, date: datetime.date | None) -> tuple[jinja2.Template, frozenset[str]]:
+    """Compile a template, and find the variables that it reads."""
     environment = _Environment(date)
-    return environment.from_string(_Limiter().visit(environment.parse(source)))
-
-
-def _variables(source: str) -> frozenset[str]:
-    return frozenset(jinja2.meta.find_undeclared_variables(_Environment(None).parse(source)))
+    tree = environment.parse(source)
+    variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+    return environment.from_string(_Limiter().visit(tree)), variables
 
 
 class _Limiter(NodeTransformer):

@@ -99,20 +99,8 @@ class Tokenizer:
 
     @functools.cached_property
     def chat_format(self) -> ChatFormat:
-        """The model's chat format. Raises ModelError if its chat template is invalid."""
-        return self.make_chat_format(self._template_options)
-
-    def with_options(self, options: Mapping[str, object]) -> "Tokenizer":
-        """A copy with these variables for the chat template; they take precedence over the tokenizer's own."""
-        other = copy.copy(self)
-        other._template_options = {**self._template_options, **options}
-        other.__dict__.pop("chat_format", None)  # made of the options
-        return other
-
-    def make_chat_format(self, options: Mapping[str, object]) -> ChatFormat:
-        """Make the chat format with further variables for the template.
-
-        If the model has several named templates, uses `default`. Raises ModelError if the template is invalid.
+        """The model's chat format; of several named templates, with `default`. Raises ModelError if its template is
+        invalid.
         """
         try:
             source = self._backend.get_chat_template()
@@ -125,8 +113,15 @@ class Tokenizer:
             ChatTemplate(source, special, name=self._template_name, date=self._template_date),
             named=self._backend.added_tokens_decoder,
             encode=self.encode,
-            options=options,
+            options=self._template_options,
         )
+
+    def with_options(self, options: Mapping[str, object]) -> "Tokenizer":
+        """A copy with these variables for the chat template; they take precedence over the tokenizer's own."""
+        other = copy.copy(self)
+        other._template_options = {**self._template_options, **options}
+        other.__dict__.pop("chat_format", None)  # made of the options
+        return other
 
     def check_vocab(self, vocab: int) -> None:
         """Raise ModelError if the tokenizer uses tokens beyond the weights' vocabulary of `vocab` tokens."""
@@ -296,14 +291,18 @@ def _gguf_eos_tokens(header: gguf.GgufHeader) -> tuple[int, ...]:
 
 def _gguf_backend(header: gguf.GgufHeader) -> Any:
     """Build a transformers tokenizer from GGUF metadata; transformers' own GGUF reader needs torch."""
-    from tokenizers import processors
+    from tokenizers import AddedToken, processors
 
     said = _checked(header)
     kind = said["model"]
     vocab = {token: index for index, token in enumerate(said["tokens"])}
     with _reading(header.path):
         rust = _byte_level(said, vocab, header.path) if kind == "gpt2" else _sentencepiece(said, vocab)
-        _add_special_tokens(rust, said)
+        # Tokens that are matched whole: control tokens, which are left out when decoding, and user-defined ones.
+        for kind_of_token, add in ((CONTROL, rust.add_special_tokens), (USER_DEFINED, rust.add_tokens)):
+            marked = zip(said["tokens"], said.get("token_type", []), strict=False)
+            texts = [text for text, each in marked if each == kind_of_token]
+            add([AddedToken(text, normalized=False, special=kind_of_token == CONTROL) for text in texts])
     if said.get("add_bos_token", kind == "llama") and "bos_token_id" in said:
         bos, index = said["tokens"][said["bos_token_id"]], said["bos_token_id"]
         # Prepended to text that is encoded with special tokens: Podium does not do that, but users of an export may.
@@ -347,16 +346,11 @@ def _checked(header: gguf.GgufHeader) -> dict[str, Any]:
         key = f"{kind}_token_id"
         if key in said:
             _token(said[key], where + key, len(said["tokens"]) - 1)
-    _check_pairs(said, where)
-    return said
-
-
-def _check_pairs(said: Mapping[str, Any], where: str) -> None:
-    """Raise ModelError unless there is one score for each token and each merge is a pair."""
     if said["model"] == "llama" and len(said.get("scores", ())) != len(said["tokens"]):
         raise ModelError(f"{where}scores must have one number for each of the {len(said['tokens'])} tokens")
     if any(merge.count(" ") != 1 for merge in said.get("merges", ())):
         raise ModelError(f"{where}merges must be pairs of tokens with a space between them")
+    return said
 
 
 def _byte_level(said: dict[str, Any], vocab: dict[str, int], path: Path) -> Any:
@@ -404,13 +398,3 @@ def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[tuple[s
         merges.extend((scores[index], a, b) for _, _, a, b in pairs)
     merges.sort(key=lambda merge: merge[0], reverse=True)
     return [(a, b) for _, a, b in merges]
-
-
-def _add_special_tokens(rust: Any, said: dict[str, Any]) -> None:
-    """Register tokens that are matched whole: control tokens (omitted when decoding) and user-defined ones."""
-    from tokenizers import AddedToken
-
-    kinds = said.get("token_type", [])
-    marked = list(zip(said["tokens"], kinds, strict=False))
-    rust.add_special_tokens([AddedToken(t, normalized=False, special=True) for t, kind in marked if kind == CONTROL])
-    rust.add_tokens([AddedToken(t, normalized=False, special=False) for t, kind in marked if kind == USER_DEFINED])

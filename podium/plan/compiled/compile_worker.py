@@ -36,7 +36,7 @@ from podium.models.files.decoder_json import StoredDecoder
 from podium.plan.compiled.array_names import names_of
 from podium.plan.compiled.tpu_compile import TpuProgram, compile_tpu, counted_by_compiler
 from podium.plan.request.topology import compiler_versions, target_of, topology_devices
-from podium.plan.result import LargeArray
+from podium.plan.result import LargeArray, calibration_kind
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
 from podium.run.run_spec import RunSpec
@@ -80,6 +80,7 @@ class CompiledPhase:
     compile_s: float
     refused: bool = False  # whether the compiler rejects it even with nothing beside it
     doubts: tuple[str, ...] = ()  # disagreements between the reader of its text and the compiler
+    traced_flops: float = 0.0  # operations of the program as traced; 0 if they were not counted
     whole: bool = True  # whether machine code was generated too
     stand_in: bool = False  # whether it is a larger program of its phase, with its work scaled
 
@@ -175,7 +176,7 @@ def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: M
     built, text = _build(lowered, job, spec)
     if built.refusal and not text:
         parts, work = {"program": built.refusal.needed}, ()
-        doubted = []
+        doubted, traced_flops = [], 0.0
         arrays = [LargeArray(name=each.source, shape=each.shape, bytes=each.size) for each in built.refusal.largest]
     else:
         module = parse(text)
@@ -187,6 +188,7 @@ def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: M
         once = walk(module, mesh, once=True)
         size = sum(array.bytes for array in arrays)
         doubted = doubts(text, module, once=once, counted=built.counted, arrays=size, peak=built.memory.peak)
+        traced_flops = _traced_flops(job, lowered, doubted)
     return CompiledPhase(
         memory=built.memory,
         parts=parts,
@@ -196,8 +198,25 @@ def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: M
         residents=residents,
         refused=built.refusal is not None,
         doubts=tuple(doubted),
+        traced_flops=traced_flops,
         whole=built.whole,
     )
+
+
+def _traced_flops(job: Job, lowered: "jax.stages.Lowered", doubted: list[str]) -> float:
+    """Operations of a program that computes a batch as it was traced, each loop of unknown length once; 0 for others.
+
+    If they cannot be counted, a sentence is added to `doubted`.
+    """
+    from podium.plan.traced.absent_devices import measure_lowered
+
+    if calibration_kind(job.phase) != "update":
+        return 0.0
+    try:
+        return measure_lowered(lowered, job.accelerator).cost.flops
+    except UNREADABLE as error:
+        doubted.append(f"its operations cannot be counted as traced ({type(error).__name__}: {str(error)[:200]})")
+        return 0.0
 
 
 def looped_work(

@@ -55,10 +55,14 @@ from podium.train.step import (
 class PhaseProgram:
     """One compiled program of a run."""
 
-    lower: Callable[[], jax.stages.Lowered]  # traces it with its arguments
+    trace: Callable[[], jax.stages.Traced]  # traces it with its arguments
     arguments: tuple[object, ...]  # pytrees of abstract arrays
     residents: Mapping[str, int]
     """Bytes in use on a device in addition to the program's own arguments, by kind of array."""
+
+    def lower(self, platform: str | None = None) -> jax.stages.Lowered:
+        """Trace and lower it: for a platform by jax's name, or for that of its arguments' devices."""
+        return self.trace().lower(lowering_platforms=(platform,) if platform else None)
 
 
 Found = dict[str, PhaseProgram]
@@ -275,7 +279,7 @@ def _phase(
     """Make a `PhaseProgram`; `own` are the residents that are among its arguments, by kind."""
     beside = held(table, stage, {name: device_bytes(tree) for name, tree in own.items()})
     residents = {name: size for name, size in beside.items() if size}
-    return PhaseProgram(lower=functools.partial(program.lower, *arguments), arguments=arguments, residents=residents)
+    return PhaseProgram(trace=functools.partial(program.trace, *arguments), arguments=arguments, residents=residents)
 
 
 def device_bytes(tree: object) -> int:

@@ -109,9 +109,3 @@ class Episodes:
             carry.abandon()
             raise
         return made.episodes, engine.stats(), talks.counted.stats(idle_s=client.idle_s)
-
-    def forget(self) -> None:
-        """End the environments of conversations that are set aside for the next carrying call, which then opens new
-        ones.
-        """
-        self.client.forget()

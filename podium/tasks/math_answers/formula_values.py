@@ -382,9 +382,9 @@ def _apply(name: str, values: list[Value]) -> Value:
     return operation(*values)
 
 
-def _of_small(function: Callable[[object], Value]) -> Callable[[Value], Value]:
+def _of_small(function: str, value: Value) -> Value:
     """Apply a function of mpmath to a value that is small enough not to cost too much."""
-    return lambda value: function(_small(value))
+    return getattr(_REALS, function)(_small(value))
 
 
 def _simplest(value: Value) -> Value:
@@ -432,7 +432,7 @@ _OPERATIONS: dict[tuple[str, int], Callable[..., Value]] = {
     ("degree", 1): lambda value: _multiply(value, _divide(+_REALS.pi, Fraction(180))),
     ("percent", 1): lambda value: _divide(value, Fraction(100)),
     **{(name, 1): functools.partial(_rounded, name) for name in ("abs", "floor", "ceil")},
-    **{(name, 1): _of_small(getattr(_REALS, name)) for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
-    **{(f"arc{name}", 1): _of_small(getattr(_REALS, f"a{name}")) for name in ("sin", "cos", "tan")},
-    **{(name, 1): _of_small(getattr(_REALS, name)) for name in ("sinh", "cosh", "tanh")},
+    **{(name, 1): functools.partial(_of_small, name) for name in ("sin", "cos", "tan", "cot", "sec", "csc")},
+    **{(f"arc{name}", 1): functools.partial(_of_small, f"a{name}") for name in ("sin", "cos", "tan")},
+    **{(name, 1): functools.partial(_of_small, name) for name in ("sinh", "cosh", "tanh")},
 }

@@ -139,7 +139,7 @@ def _demonstrated(groups: Mapping[int, Group], recipe: Recipe, sizes: BatchSizes
     """Make the samples of an optimizer step's demonstrations, given by group index, weighted as in recipe sft."""
     if not groups:
         return []
-    sft = RECIPES["sft"]
+    sft = RECIPES["sft"]()
     samples = [sample for index, group in groups.items() for sample in group_samples(group, index, sft)]
     lengths = np.array([sample.num_drawn for sample in samples])
     weights = token_weights(sft.mean, lengths, num_sequences=len(samples), max_new_tokens=sizes.max_new_tokens)

@@ -41,7 +41,7 @@ from podium.sampling.conversations.carry import HostState, Position
 from podium.sharding import Params
 from podium.train.checkpoints.postponing import Postponing, try_to_write
 from podium.train.checkpoints.s3 import S3, take_s3_for_a_bucket, wait_for_gcs
-from podium.train.checkpoints.step_files import Beat, CheckpointError, damage, seal, stored_sizes
+from podium.train.checkpoints.step_files import Beat, CheckpointError, damage, refusal, seal, stored_sizes
 from podium.train.state import TrainState
 
 SCORE = "score"
@@ -465,14 +465,14 @@ def _read(folder: Path, step: int, wanted: Mapping[str, Params]) -> tuple[dict[s
         with ocp.StandardCheckpointer() as reader:
             stored = {item: reader.metadata(path / item).item_metadata.tree for item in wanted}
     except Exception as error:
-        raise _damaged(folder, step, cause_of(error)) from error
+        raise refusal(path, error) or _damaged(folder, step, cause_of(error)) from error
     for item, arrays in wanted.items():
         _check_same_arrays(path / item, arrays, stored[item])
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
             read = reader.restore(path, _restore_args(wanted))
     except Exception as error:
-        raise _damaged(folder, step, cause_of(error)) from error
+        raise refusal(path, error) or _damaged(folder, step, cause_of(error)) from error
     restored = {item: {name: read[item][name] for name in arrays} for item, arrays in wanted.items()}
     return restored, read["host"]
 

@@ -17,42 +17,25 @@ from podium.train.checkpoints.checkpoint import Checkpointer
 from podium.train.state import TrainState
 
 
-class SaveTimer:
-    """Decides by the time since the last save whether another is due; process 0 decides for all."""
-
-    def __init__(self, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`every_s` 0 means never."""
-        self._every_s, self._clock = every_s, clock
-        self.restart()
-
-    def restart(self) -> None:
-        """Restart the clock; called when a save begins."""
-        self._since = self._clock()
-
-    def due(self) -> bool:
-        """Whether a save is due; the answer is the same on all hosts, and all must call this after each step."""
-        return bool(self._every_s) and from_leader(lambda: self._clock() - self._since >= self._every_s)
-
-
 class Saving:
     """Holds the newest complete step of a run, and saves it."""
 
     def __init__(
         self,
         checkpointer: Checkpointer,
-        timer: SaveTimer,
         stop: AgreedStop,
         *,
+        every_s: float = 0.0,
         to_continue: Callable[[], str],
         on_failure: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
-        """Save with `checkpointer`.
+        """Save with `checkpointer`, also after a step that ends `every_s` seconds after the last save; 0: not by time.
 
         `to_continue` returns the command that continues the run, for messages. `on_failure` is called with the error
         that ends the run, before the newest step is saved, so that the error is recorded where it happened.
         """
         self.checkpointer = checkpointer
-        self._timer = timer
+        self._every_s, self._saved_at = every_s, time.monotonic()
         self._stop = stop
         self._to_continue = to_continue
         self._on_failure = on_failure
@@ -79,10 +62,11 @@ class Saving:
         `score` is for `checkpoint.keep_best`; None if the step was not evaluated.
         """
         assert self._whole is not None, "a step was done"
-        due, before = self._timer.due(), self.checkpointer.postponed
+        before = self.checkpointer.postponed
+        due = bool(self._every_s) and from_leader(lambda: time.monotonic() - self._saved_at >= self._every_s)
         seconds = self.checkpointer.maybe_save(*self._whole, score=score, last=last, due=due)
         if seconds is not None or (self.checkpointer.postponed and not before):
-            self._timer.restart()
+            self._saved_at = time.monotonic()
         return seconds
 
     def save_newest(self) -> bool:

@@ -24,7 +24,7 @@ import xxhash
 from podium.files import cause_of, in_bucket, write_atomically
 from podium.observe.identity import IDENTITY, RUN, stored_id
 from podium.observe.run_dir import saved_steps
-from podium.patience import fault_of, way_out
+from podium.patience import BucketError, fault_of
 
 SIZES, DIGESTS = "sizes.json", "digests.json"
 ASIDE = ".damaged"
@@ -74,13 +74,19 @@ def damage(path: Path, *, digests: bool, beat: Beat = lambda: None) -> str | Non
     try:
         return _wrong_sizes(path) or _wrong_place(path) or (_wrong_bytes(path, beat) if digests else None)
     except Exception as error:
-        if in_bucket(path) and (fault := fault_of(error)) != "other":
-            advice = way_out(fault, str(path)[:2])
-            raise CheckpointError(f"{path} cannot be read: {cause_of(error)}; {advice}") from error
+        if (refused := refusal(path, error)) is not None:
+            raise refused from error
         if not isinstance(error, UNREADABLE):
             raise
         name = Path(getattr(error, "filename", None) or SIZES).name
         return f"{name} cannot be read: {cause_of(error)}"
+
+
+def refusal(path: Path, error: Exception) -> CheckpointError | None:
+    """The error for a bucket that does not let a step be read; None if the step itself is at fault."""
+    if in_bucket(path) and fault_of(error) != "other":
+        return CheckpointError(str(BucketError(str(path), error)))
+    return None
 
 
 def newest_whole_step(folder: Path, announce: Callable[[str], None], beat: Beat) -> int | None:
@@ -94,7 +100,7 @@ def newest_whole_step(folder: Path, announce: Callable[[str], None], beat: Beat)
     """
     damaged: dict[int, str] = {}
     steps = saved_steps(folder)
-    if steps and run_id(folder) is None and (run := _claim(folder)) in _runs(folder):
+    if steps and stored_id(folder.parent / IDENTITY) is None and (run := _claim(folder)) in _runs(folder):
         announce(
             f"{folder.parent / IDENTITY} was missing or unreadable; its checkpoints name run {run}, so it was restored"
         )
@@ -122,11 +128,6 @@ def newest_whole_step(folder: Path, announce: Callable[[str], None], beat: Beat)
     return None
 
 
-def run_id(folder: Path) -> str | None:
-    """The id of the run that owns a `checkpoints` folder; None if no step was saved yet or the id cannot be read."""
-    return stored_id(folder.parent / IDENTITY)
-
-
 def stored_sizes(path: Path) -> dict[str, int]:
     """Size in bytes of every file of a step, by path below its folder. S3's objects that stand for folders are left
     out.
@@ -141,7 +142,7 @@ def _claim(folder: Path) -> str:
     """The id of the run that owns the folder: taken from run.json, or from the steps if the files are lost, or newly
     made.
     """
-    if (run := run_id(folder)) is not None:
+    if (run := stored_id(folder.parent / IDENTITY)) is not None:
         return run
     runs, own = _runs(folder), stored_id(folder.parent / RUN)
     if own is not None and runs and own not in runs:

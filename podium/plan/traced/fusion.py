@@ -1,0 +1,403 @@
+"""Which arrays of a program lie in memory, and the kernels that make them.
+
+A compiler computes most operations inside whatever reads their results. What stays an array follows from what a kernel
+can read: each rule below has its reason.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from podium.plan.traced.lowered_program import Array, Body, Operation
+from podium.plan.traced.operation_table import Kind
+
+REPEATED = 1.5
+"""How many times its own bytes an array may stand for, and still be computed again in each kernel that reads it: beyond
+that, writing it once and reading it twice moves less than reading its sources twice."""
+SEPARATE = (Kind.PRODUCT, Kind.OWN, Kind.TRANSFER, Kind.LOOP, Kind.BARRIER)
+"""Kinds that are kernels by themselves."""
+SMALL = 2**20
+"""Bytes below which it makes no difference how many results a kernel has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """What a platform's compiler does."""
+
+    products_compute: bool
+    """Whether products compute their operands and what becomes of their results. Otherwise they are a library's."""
+    hoists: bool
+    """Whether it converts what a loop only reads before the loop, for all rounds at once."""
+    lanes: int
+    """To how many elements the last dimension of a Pallas kernel's arrays is padded."""
+
+
+COMPILERS: Mapping[str, Compiler] = {
+    "tpu": Compiler(products_compute=True, hoists=True, lanes=128),
+    "gpu": Compiler(products_compute=False, hoists=False, lanes=1),
+    "cpu": Compiler(products_compute=False, hoists=False, lanes=1),
+}
+
+
+@dataclasses.dataclass(eq=False)
+class Kernel:
+    """What a device does at once: one operation with all that is computed inside it."""
+
+    operation: Operation
+    reads: list[Array]
+    writes: list[Array]
+    beside: list[Array] = dataclasses.field(default_factory=list)
+    """What is read for a product's epilogue, element by element as its result is written."""
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element of its result needs only the same elements of what it reads."""
+        return self.operation.kind not in (*SEPARATE, Kind.REDUCE)
+
+
+def simplify(body: Body) -> None:
+    """Give views and equal operations one name each, and drop what nothing reads, in a body and in those inside it."""
+    same: dict[Array, Array] = {}
+    known: dict[tuple[object, ...], Operation] = {}
+    kept: list[Operation] = []
+
+    for each in body.operations:
+        each.reads = [_root(read, same) for read in each.reads]
+        for inner in each.bodies:
+            _rename(inner, same)
+        if _is_view(each):
+            same[each.writes[0]] = each.reads[0]
+            continue
+        if each.kind in SEPARATE:
+            each.reads = [_own_number(read, kept) for read in each.reads]
+        if each.text:
+            key = (each.name, *each.reads, each.text, *(repr(write) for write in each.writes))
+            if key in known:
+                same.update(zip(each.writes, known[key].writes, strict=True))
+                continue
+            known[key] = each
+        for inner in each.bodies:
+            simplify(inner)
+        if each.name == "while":
+            (inner,) = each.bodies
+            unchanged = [given is result for given, result in zip(inner.given, inner.results, strict=True)]
+            same.update(
+                (write, read)
+                for write, read, is_same in zip(each.writes, each.reads, unchanged, strict=True)
+                if is_same
+            )
+        kept.append(each)
+    body.operations = kept
+    body.results = [_root(result, same) for result in body.results]
+    _merge_scatters(body)
+    _copy_repeated(body)
+    drop_unread(body)
+
+
+def _is_view(operation: Operation) -> bool:
+    """Whether an operation's result is the very bytes of what it reads."""
+    if operation.kind is Kind.TRANSFER:
+        return not operation.sent
+    if operation.kind is not Kind.VIEW and operation.name not in ("broadcast_in_dim", "slice", "pad", "convert"):
+        return False
+    read, write = operation.reads[0], operation.writes[0]
+    return (read.dtype, read.elements, read.host) == (write.dtype, write.elements, write.host)
+
+
+def _root(array: Array, same: Mapping[Array, Array]) -> Array:
+    while array in same:
+        array = same[array]
+    return array
+
+
+def _rename(body: Body, same: Mapping[Array, Array]) -> None:
+    """Use other names for arrays in a body, and in those inside it."""
+    for each in body.operations:
+        each.reads = [_root(read, same) for read in each.reads]
+        for inner in each.bodies:
+            _rename(inner, same)
+    body.results = [_root(result, same) for result in body.results]
+
+
+def drop_unread(body: Body) -> None:
+    """Drop the operations whose results nothing reads."""
+    needed, kept = set(body.results), []
+    for each in reversed(body.operations):
+        if each.writes and needed.isdisjoint(each.writes):
+            continue
+        kept.append(each)
+        needed.update(each.reads)
+    body.operations = kept[::-1]
+
+
+def _own_number(array: Array, operations: list[Operation]) -> Array:
+    """Another name for one number many times: it is written anew for each kernel that needs it in memory."""
+    maker = array.maker
+    if maker is None or maker.name != "broadcast_in_dim" or not maker.reads[0].is_constant:
+        return array
+    again = dataclasses.replace(array)
+    again.maker = dataclasses.replace(maker, writes=[again], text="")
+    operations.append(again.maker)
+    return again
+
+
+def _copy_repeated(body: Body) -> None:
+    """Copy what is several results: each has its own memory."""
+    for number, result in enumerate(body.results):
+        if any(result is other for other in body.results[:number]) and result not in body.given:
+            copy = Operation(name="copy", kind=Kind.OWN, reads=[result], writes=[dataclasses.replace(result)])
+            copy.writes[0].maker = copy
+            body.operations.append(copy)
+            body.results[number] = copy.writes[0]
+
+
+def _merge_scatters(body: Body) -> None:
+    """Where of a sum over devices each keeps a part, sum only the parts: XLA's own reduce-scatter."""
+    users = readers(body)
+    for each in body.operations:
+        summed = each.reads[0].maker if each.name == "all_slice" else None
+        if summed is not None and summed.name == "all_reduce" and users[each.reads[0]] == [each]:
+            each.name, each.kind, each.reads = "reduce_scatter", Kind.TRANSFER, summed.reads
+            each.sent = float(each.reads[0].bytes - each.writes[0].bytes)
+
+
+def readers(body: Body) -> dict[Array, list[Operation]]:
+    """The operations that read each array."""
+    found: dict[Array, list[Operation]] = defaultdict(list)
+    for each in body.operations:
+        for read in dict.fromkeys(each.reads):
+            found[read].append(each)
+    return found
+
+
+def hoist(body: Body) -> None:
+    """Convert before each loop what it only reads and converts to fewer bytes: once instead of in every round."""
+    made: dict[tuple[Array, str], Array] = {}
+    for loop in [each for each in body.operations if each.name == "while"]:
+        (inner,) = loop.bodies
+        hoist(inner)
+        for number, (given, result) in enumerate(zip(inner.given, inner.results, strict=True)):
+            if given is not result:
+                continue
+            found = _narrowed(inner, given)
+            if found is None:
+                continue
+            held, conversions = found
+            dtype = conversions[0].writes[0].dtype
+            key = loop.reads[number], dtype
+            if key not in made:
+                made[key] = Array(loop.reads[number].shape, dtype)
+                once = Operation(name="convert", kind=Kind.OWN, reads=[loop.reads[number]], writes=[made[key]])
+                made[key].maker = once
+                body.operations.insert(body.operations.index(loop), once)
+            loop.reads[number], loop.writes[number] = made[key], dataclasses.replace(made[key], maker=loop)
+            for array in held:
+                array.dtype = dtype
+            same = {each.writes[0]: each.reads[0] for each in conversions}
+            inner.operations = [each for each in inner.operations if each not in conversions]
+            _rename(inner, same)
+
+
+def _narrowed(body: Body, given: Array) -> tuple[list[Array], list[Operation]] | None:
+    """An array under the names of its parts and behind barriers, if it is only read to be converted to fewer bytes."""
+    held, conversions, users = [given], [], readers(body)
+    for array in held:
+        if array is not given and array in body.results:
+            return None
+        for each in users[array]:
+            if each.name == "dynamic_slice" and each.reads[0] is array:
+                held.append(each.writes[0])
+            elif each.kind is Kind.BARRIER:
+                held.append(each.writes[each.reads.index(array)])
+            elif each.name == "convert" and each.writes[0].bits < array.bits:
+                conversions.append(each)
+            else:
+                return None
+    return (held, conversions) if len({each.writes[0].dtype for each in conversions}) == 1 else None
+
+
+def kernels(body: Body, compiler: Compiler) -> list[Kernel]:
+    """The kernels of a simplified body, in the order in which they were traced."""
+    real = _InMemory(body, compiler).find()
+    found: list[Kernel] = []
+    sources: dict[Array, Sequence[Array]] = {}
+    for each in body.operations:
+        reads = list(dict.fromkeys(array for read in each.reads for array in sources.get(read, (read,))))
+        if each.kind in SEPARATE or any(write in real for write in each.writes):
+            found.append(Kernel(each, reads, list(each.writes)))
+            sources.update((write, (write,)) for write in each.writes)
+        else:
+            sources.update(dict.fromkeys(each.writes, () if each.name == "constant" else reads))
+    found = _joined_siblings(found)
+    return _with_epilogues(found, set(body.results)) if compiler.products_compute else found
+
+
+class _InMemory:
+    """Finds the arrays of a body that lie in memory; the others are computed in the kernels that read them."""
+
+    def __init__(self, body: Body, compiler: Compiler) -> None:
+        self.body, self.compiler = body, compiler
+        self.users, self.results = readers(body), set(body.results)
+        self.sources: dict[Array, Sequence[Array]] = {}
+        """The arrays in memory from which each array is computed."""
+        self.moved: dict[Array, bool] = {}
+        """Whether an array is only moved or added from these."""
+
+    def find(self) -> set[Array]:
+        """The arrays that lie in memory."""
+        real: set[Array] = set()
+        for _ in range(3):  # what lies in memory decides what is read, which decides what lies in memory
+            self.find_sources(real)
+            real = self.again()
+        return real
+
+    def find_sources(self, real: set[Array]) -> None:
+        """Find what each array is computed from if the arrays `real` lie in memory."""
+        for each in self.body.operations:
+            is_source = each.kind in (*SEPARATE, Kind.REDUCE) or _is_part(each)
+            found = (source for read in each.reads for source in self.below(read, real))
+            sources = tuple(dict.fromkeys(found))
+            moved = each.kind is not Kind.DEAR and all(
+                read in real or self.moved.get(read, True) for read in each.reads
+            )
+            for write in each.writes:
+                self.sources[write] = (write,) if is_source else sources
+                self.moved[write] = is_source or moved
+
+    def below(self, array: Array, real: set[Array]) -> Sequence[Array]:
+        """What must be read to have an array."""
+        return (array,) if array in real else self.sources.get(array, (array,))
+
+    def again(self) -> set[Array]:
+        """The arrays that lie in memory, from the last operation to the first."""
+        real: set[Array] = set()
+        into: dict[Array, set[Operation]] = {}
+        """The kernels in which an array is computed unless it lies in memory."""
+        for each in reversed(self.body.operations):
+            for write in each.writes:
+                into[write] = set()
+                for user in self.users.get(write, ()):
+                    whole = user.kind in SEPARATE or not real.isdisjoint(user.writes)
+                    into[write] |= {user} if whole else into[user.writes[0]]
+                if self.lies_in_memory(each, write, into[write]):
+                    real.add(write)
+        return real
+
+    def lies_in_memory(self, operation: Operation, write: Array, into: set[Operation]) -> bool:
+        """Whether a result that is needed in the kernels `into` lies in memory; each rule has its reason."""
+        if operation.kind in (*SEPARATE, Kind.REDUCE):
+            return True
+        if _is_part(operation) or operation.name == "constant":
+            return False
+        if not self.sources[write] and _repeats_number(operation, self.users):
+            return write in self.results
+        direct = self.users.get(write, ())
+        if write in self.results or (write.shape and any(_reads_arrays(user, write) for user in direct)):
+            return True
+        read = sum(array.bytes for array in self.sources[write])
+        free = self.moved[write] and read <= write.bytes
+        if any(user.kind is Kind.PRODUCT for user in direct):
+            if (
+                not self.compiler.products_compute
+            ):  # a library's product reads arrays; it may read one number many times
+                return not (free and operation.name == "broadcast_in_dim")
+            if len(into) > 1 and not free:  # it would be computed for each tile of the product, and once more elsewhere
+                return True
+        # What takes many instructions is computed once; what stands for many bytes is cheaper to write and read.
+        return len(into) > 1 and (operation.kind is Kind.DEAR or read > REPEATED * write.bytes)
+
+
+def _is_part(operation: Operation) -> bool:
+    """Whether an operation only says where in a stack a round's part lies."""
+    return operation.name == "dynamic_slice" and operation.reads[0].maker is None
+
+
+def _reads_arrays(operation: Operation, array: Array) -> bool:
+    """Whether an operation can read an operand only from memory: kernels, loops and transfers do.
+
+    A product may compute it, and a part of a stack is computed where it is put.
+    """
+    put = operation.name == "dynamic_update_slice" and operation.reads[1] is array
+    return operation.kind in SEPARATE and operation.kind is not Kind.PRODUCT and not put
+
+
+def _repeats_number(operation: Operation, users: Mapping[Array, list[Operation]]) -> bool:
+    """Whether its result is one number many times, which loops only read: they write it where they need it."""
+    (out,) = operation.writes
+    kernels = [user for user in users.get(out, ()) if user.kind in SEPARATE and user.kind is not Kind.PRODUCT]
+    return operation.name != "iota" and all(user.kind is Kind.LOOP and _only_read(user, out) for user in kernels)
+
+
+def _only_read(loop: Operation, array: Array) -> bool:
+    """Whether a loop leaves an array that it reads as it is."""
+    if loop.name != "while":
+        return True
+    pairs = zip(loop.reads, loop.bodies[0].given, loop.bodies[0].results, strict=True)
+    return all(given is result for read, given, result in pairs if read is array)
+
+
+def _joined_siblings(found: list[Kernel]) -> list[Kernel]:
+    """Join elementwise kernels of equal size that read the same large arrays: they are read once for all results."""
+    groups: dict[tuple[object, ...], tuple[int, Kernel]] = {}
+    made = {write: number for number, kernel in enumerate(found) for write in kernel.writes}
+    gone: set[Kernel] = set()
+    for number, kernel in enumerate(found):
+        size = kernel.writes[0].bytes if kernel.writes else 0
+        large = frozenset(read for read in kernel.reads if read.bytes >= size)
+        if not kernel.elementwise or len(kernel.writes) != 1 or size < SMALL or not large:
+            continue
+        key = large, kernel.writes[0].elements
+        first, other = groups.setdefault(key, (number, kernel))
+        if other is kernel:
+            continue
+        if any(read in other.writes or made.get(read, -1) > first for read in kernel.reads):
+            groups[key] = number, kernel
+            continue
+        other.reads = list(dict.fromkeys([*other.reads, *kernel.reads]))
+        other.writes += kernel.writes
+        gone.add(kernel)
+    return [kernel for kernel in found if kernel not in gone]
+
+
+def _with_epilogues(found: list[Kernel], results: set[Array]) -> list[Kernel]:
+    """Join products with the one elementwise kernel that reads their result: it is computed tile by tile."""
+    reading: dict[Array, list[Kernel]] = defaultdict(list)
+    for kernel in found:
+        for read in kernel.reads:
+            reading[read].append(kernel)
+    gone: set[Kernel] = set()
+    for kernel in found:
+        while (
+            kernel.operation.kind is Kind.PRODUCT and len(reading[out := kernel.writes[0]]) == 1 and out not in results
+        ):
+            (user,) = reading[out]
+            if not user.elementwise or len(user.writes) != 1 or user.writes[0].bytes > 1.01 * out.bytes:
+                break
+            others = [read for read in user.reads if read is not out]
+            kernel.beside += others
+            kernel.reads, kernel.writes = list(dict.fromkeys([*kernel.reads, *others])), user.writes
+            gone.add(user)
+            for read in others:
+                reading[read] = [kernel if other is user else other for other in reading[read]]
+    # An epilogue may read what is made after the product: the product then runs in the place of its last operand.
+    made = {write: kernel for kernel in found if kernel not in gone for write in kernel.writes}
+    return _ordered([kernel for kernel in found if kernel not in gone], made)
+
+
+def _ordered(found: list[Kernel], made: Mapping[Array, Kernel]) -> list[Kernel]:
+    """The kernels in their order, each after those whose results it reads."""
+    done: dict[Kernel, None] = {}
+    for kernel in found:
+        stack = [kernel]
+        while stack:
+            top = stack[-1]
+            needs = [
+                made[read] for read in top.reads if read in made and made[read] not in done and made[read] is not top
+            ]
+            if top in done:
+                stack.pop()
+            elif needs:
+                stack.extend(needs)
+            else:
+                done[stack.pop()] = None
+    return list(done)

@@ -1,0 +1,359 @@
+"""When each array of a program is in memory, and so the most bytes at once; with operations and bytes moved.
+
+Kernels run one after the other. Transfers between devices take their time beside them, so what they read stays while
+they go on. Results are written over what dies where a kernel reads each element where it writes it.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from podium.hlo.cost import Peaks
+from podium.plan.traced.fusion import Compiler, Kernel, hoist, kernels, simplify
+from podium.plan.traced.lowered_program import Array, Body, DeviceProgram, Operation
+from podium.plan.traced.operation_table import TO_MEMORY, Kind
+from podium.plan.traced.transfers import gathers_late, sums_end
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedCost:
+    """What a program does on one device; a loop whose rounds are unknown counts once."""
+
+    flops: float = 0.0
+    """Operations of products and of kernels, as these declare them."""
+    hbm_bytes: float = 0.0
+    sent: float = 0.0
+    """Bytes sent to other devices."""
+
+    def __add__(self, other: "TracedCost") -> "TracedCost":
+        return TracedCost(
+            flops=self.flops + other.flops, hbm_bytes=self.hbm_bytes + other.hbm_bytes, sent=self.sent + other.sent
+        )
+
+    def __mul__(self, times: float) -> "TracedCost":
+        return TracedCost(flops=times * self.flops, hbm_bytes=times * self.hbm_bytes, sent=times * self.sent)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedMemory:
+    """What a program needs on one device."""
+
+    arguments: int
+    """Bytes of its arguments, and of the results that are not written over them."""
+    temporary: int
+    """Bytes beside them where they are most."""
+    cost: TracedCost
+    largest: tuple[tuple[int, Array], ...]
+    """The arrays beside the arguments there, in descending order of bytes."""
+    kernel: str
+    """The operation that runs then."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes in use where they are most."""
+        return self.arguments + self.temporary
+
+
+@dataclasses.dataclass(frozen=True)
+class _Peak:
+    """The moment of a body at which most bytes are alive."""
+
+    bytes: int
+    alive: Mapping[Array, int]
+    kernel: Kernel | None = None
+    inside: "_Peak | None" = None
+    """That of the loop or branch that runs then."""
+
+    def arrays(self) -> Iterator[tuple[Array, int]]:
+        """The arrays alive, and those inside the loop that runs."""
+        yield from self.alive.items()
+        if self.inside is not None:
+            yield from self.inside.arrays()
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedMachine:
+    """What runs a traced program."""
+
+    compiler: Compiler
+    peaks: Peaks | None
+    """Rates of a device; None if they are unknown, and transfers then take no time."""
+
+
+def measure(program: DeviceProgram, machine: TracedMachine) -> TracedMemory:
+    """The memory and cost of a program on one device, which is simplified in place."""
+    body = program.body
+    simplify(body)
+    if machine.compiler.hoists:
+        hoist(body)
+    found = _Schedule(machine, body, donated=[body.given[number] for number in program.donated])
+    found.store_results(_stored(program))
+    peak = found.peak()
+    largest = sorted(((size, array) for array, size in peak.arrays() if size), key=lambda each: -each[0])
+    return TracedMemory(
+        arguments=sum(array.bytes for array in body.given),
+        temporary=peak.bytes,
+        cost=found.cost,
+        largest=tuple(largest),
+        kernel=peak.kernel.operation.name if peak.kernel else "",
+    )
+
+
+def _stored(program: DeviceProgram) -> set[int]:
+    """The numbers of the results that are written over arguments."""
+    stored = {number for number in program.donated.values() if number is not None}
+    free = [program.body.given[number] for number, result in program.donated.items() if result is None]
+    for number, result in enumerate(program.body.results):
+        match = next((array for array in free if repr(array) == repr(result)), None)
+        if number not in stored and match is not None:
+            free.remove(match)
+            stored.add(number)
+    return stored
+
+
+class _Schedule:
+    """The kernels of a body, what they write where, and their order."""
+
+    def __init__(
+        self, machine: TracedMachine, body: Body, *, owned: Collection[Array] = (), donated: Collection[Array] = ()
+    ) -> None:
+        """Find the kernels of a body.
+
+        Args:
+            machine: the device, and what its compiler does.
+            body: a simplified body.
+            owned: those of its arguments that are in its memory, and over which it may write.
+            donated: those that are in memory that is counted elsewhere, and over which it may write.
+        """
+        self.machine, self.compiler, self.body = machine, machine.compiler, body
+        self.kernels = kernels(body, machine.compiler)
+        self.owned, self.writable = list(owned), {*owned, *donated}
+        self.results = set(body.results)
+        self.homes: dict[Array, Array] = {}
+        self.inside: dict[Kernel, _Peak] = {}
+        self.cost = TracedCost()
+        for kernel in self.kernels:
+            self.cost += _price(kernel)
+            if kernel.operation.bodies:
+                self.inside[kernel], cost = self.loop(kernel.operation)
+                self.cost += cost
+        self.find_homes()
+        self.sizes = {write: self.size(kernel, write) for kernel in self.kernels for write in kernel.writes}
+        self.sizes |= {array: array.bytes for array in self.owned} | dict.fromkeys(donated, 0)
+        self.write_into_stacks()
+
+    def seconds(self, kernel: Kernel) -> float:
+        """How long a kernel takes by the roofline, or a transfer around a ring, which is sent both ways."""
+        cost, peaks = _price(kernel), self.machine.peaks
+        if peaks is None:
+            return 0.0
+        return max(
+            cost.flops / peaks.flops_bf16, cost.hbm_bytes / peaks.hbm_bandwidth, cost.sent / (2 * peaks.link_bandwidth)
+        )
+
+    def loop(self, operation: Operation) -> tuple[_Peak, TracedCost]:
+        """What a round of a loop or a branch needs beside what the loop carries, and the cost of all rounds."""
+        if operation.name != "while":
+            branches = [_Schedule(self.machine, body) for body in operation.bodies]
+            cost = max((branch.cost for branch in branches), key=lambda each: (each.flops, each.hbm_bytes))
+            return max((branch.peak() for branch in branches), key=lambda peak: peak.bytes), cost
+        (body,) = operation.bodies
+        carried = [given for given, result in zip(body.given, body.results, strict=True) if given is not result]
+        inside = _Schedule(self.machine, body, owned=carried)
+        peak, held = inside.peak(), sum(given.bytes for given in carried)
+        alive = {array: size for array, size in peak.alive.items() if array not in carried}
+        moving = sum(_in_flight(each) for each in body.operations)
+        peak = dataclasses.replace(peak, bytes=max(0, peak.bytes - held) + moving, alive=alive)
+        return peak, inside.cost * (operation.trips or 1)
+
+    def place(self, array: Array) -> Array:
+        """The array in whose memory an array is."""
+        while array in self.homes:
+            array = self.homes[array]
+        return array
+
+    def find_homes(self) -> None:
+        """Find which results are written over operands: updates of a part, and what loops carry."""
+        made, last = {write for kernel in self.kernels for write in kernel.writes}, dict[Array, int]()
+        for number, kernel in enumerate(self.kernels):
+            last.update(dict.fromkeys(kernel.reads, number))
+        for number, kernel in enumerate(self.kernels):
+            operation, taken = kernel.operation, set[Array]()
+            for out, at in operation.in_place:
+                write, read = operation.writes[out], operation.reads[at]
+                free = read in self.writable or read in made
+                kept = operation.kind is Kind.BARRIER or (operation.kind is Kind.LOOP and _unchanged(operation, out))
+                dies = free and last.get(read, -1) <= number and read.bytes == write.bytes and read not in self.results
+                if kept or (dies and self.place(read) not in taken):
+                    self.homes[write] = read
+                    taken.add(self.place(read))
+
+    def size(self, kernel: Kernel, write: Array) -> int:
+        """Bytes that a kernel's result needs of its own."""
+        if write in self.homes:
+            return 0
+        if kernel.operation.kernel and len(write.shape) > 1:
+            return _padded(write, self.compiler.lanes)
+        return write.bytes
+
+    def write_into_stacks(self) -> None:
+        """Let what is only put into a stack be computed there, by kernels whose results a compiler can redirect."""
+        reading = defaultdict(list)
+        for kernel in self.kernels:
+            for read in kernel.reads:
+                reading[read].append(kernel)
+        for kernel in self.kernels:
+            if kernel.operation.name == "dynamic_update_slice":
+                part = kernel.operation.reads[1]
+                if reading[part] == [kernel] and part not in self.results and self.redirects(part.maker):
+                    self.sizes[part] = 0
+
+    def redirects(self, maker: Operation | None) -> bool:
+        """Whether the result of an operation can be written into a part of another array."""
+        if maker is None or maker.kind in (Kind.OWN, Kind.LOOP, Kind.TRANSFER, Kind.BARRIER):
+            return False
+        return maker.kind is not Kind.PRODUCT or self.compiler.products_compute
+
+    def store_results(self, stored: Collection[int]) -> None:
+        """Let results be written over donated arguments, those that are read again by a copy."""
+        own = {result for number, result in enumerate(self.body.results) if number not in stored}
+        read = {array for kernel in self.kernels for array in kernel.reads}
+        with_copies: list[Kernel] = []
+        for kernel in self.kernels:
+            with_copies.append(kernel)
+            for write in kernel.writes:
+                if write in self.results and write not in own:
+                    if write not in read and not kernel.operation.kernel and self.redirects(kernel.operation):
+                        self.sizes[write] = 0
+                    else:
+                        copy = Operation(name="copy", kind=Kind.OWN, reads=[write], writes=[])
+                        with_copies.append(Kernel(copy, [write], []))
+        self.kernels, self.results = with_copies, own
+
+    def peak(self) -> _Peak:
+        """The most bytes alive at once: in the order of the trace or in one that frees bytes first, the lesser."""
+        return min((self.walk(order) for order in self.orders()), key=lambda peak: peak.bytes)
+
+    def orders(self) -> Iterator[Sequence[Kernel]]:
+        """The orders of the kernels that a compiler would try."""
+        made = {write: kernel for kernel in self.kernels for write in kernel.writes}
+        needs = {kernel: {made[read] for read in kernel.reads if read in made} - {kernel} for kernel in self.kernels}
+        for order in (self.kernels, self.freeing(needs)):
+            yield gathers_late(order, self.seconds)
+
+    def freeing(self, needs: Mapping[Kernel, set[Kernel]]) -> list[Kernel]:
+        """The order in which always that kernel is next that frees most."""
+        left: dict[Array, int] = defaultdict(int)
+        touched = {kernel: {self.place(read) for read in kernel.reads} for kernel in self.kernels}
+        for places in touched.values():
+            for place in places:
+                left[place] += 1
+        kept = {self.place(result) for result in self.results}
+        users: dict[Kernel, list[Kernel]] = defaultdict(list)
+        for kernel, needed in needs.items():
+            for other in needed:
+                users[other].append(kernel)
+        missing = {kernel: len(needed) for kernel, needed in needs.items()}
+        numbers = {kernel: number for number, kernel in enumerate(self.kernels)}
+        ready = [kernel for kernel in self.kernels if not missing[kernel]]
+        order: list[Kernel] = []
+
+        def gain(kernel: Kernel) -> tuple[int, int]:
+            freed = sum(self.sizes.get(place, 0) for place in touched[kernel] if left[place] == 1 and place not in kept)
+            return freed - sum(self.sizes.get(write, 0) for write in kernel.writes), -numbers[kernel]
+
+        while ready:
+            best = max(ready, key=gain)
+            ready.remove(best)
+            order.append(best)
+            for place in touched[best]:
+                left[place] -= 1
+            for user in users[best]:
+                missing[user] -= 1
+                if not missing[user]:
+                    ready.append(user)
+        return order
+
+    def walk(self, order: Sequence[Kernel]) -> _Peak:
+        """The most bytes alive at once in an order."""
+        last: dict[Array, int] = {}
+        for number, kernel in enumerate(order):
+            last.update({self.place(array): number for array in (*kernel.reads, *kernel.writes)})
+        for kernel, end in sums_end(order, self.seconds).items():
+            last.update({self.place(read): max(last[self.place(read)], end) for read in kernel.reads})
+        final = {self.place(result) for result in self.results}
+        alive = {array: self.sizes[array] for array in self.owned if array in last or array in final}
+        ends: dict[int, list[Array]] = defaultdict(list)
+        for array, number in last.items():
+            if array not in final:
+                ends[number].append(array)
+        now = sum(alive.values())
+        peak = _Peak(now, dict(alive))
+        for number, kernel in enumerate(order):
+            fresh = {write: self.sizes[write] for write in kernel.writes if write not in self.homes}
+            alive |= fresh
+            now += sum(fresh.values())
+            inside = self.inside.get(kernel)
+            needed = now + (inside.bytes if inside else 0) - self.overwritten(kernel, fresh, alive, ends[number])
+            if needed > peak.bytes:
+                peak = _Peak(needed, dict(alive), kernel, inside)
+            now -= sum(alive.pop(array, 0) for array in ends[number])
+        return peak
+
+    def overwritten(
+        self, kernel: Kernel, fresh: Mapping[Array, int], alive: Mapping[Array, int], ends: Iterable[Array]
+    ) -> int:
+        """Bytes of a kernel's results that are written over what it reads last, element by element."""
+        beside = {self.place(read) for read in kernel.beside}
+        if not (kernel.elementwise or beside) or self.transposes(kernel):
+            return 0
+        dying = sorted((alive.get(array, 0) for array in ends if kernel.elementwise or array in beside), reverse=True)
+        shared = 0
+        for size in sorted(fresh.values(), reverse=True):
+            if size and size in dying:
+                dying.remove(size)
+                shared += size
+        return shared
+
+    def transposes(self, kernel: Kernel) -> bool:
+        """Whether it reads elements elsewhere than it writes them; compilers with layouts of their own avoid it."""
+        if self.compiler.products_compute:
+            return False
+        own = [size for size in kernel.writes[0].shape if size != 1]
+        read = ([size for size in array.shape if size != 1] for array in kernel.reads)
+        return any(other != own and sorted(other) == sorted(own) for other in read)
+
+
+def _in_flight(operation: Operation) -> int:
+    """Bytes of the next round's copy from the host's memory, or of the last one's to it, while a round computes."""
+    if operation.name != TO_MEMORY:
+        return 0
+    return max(array.bytes for array in (*operation.reads, *operation.writes))
+
+
+def _unchanged(loop: Operation, number: int) -> bool:
+    """Whether a loop only reads what is its operand and result of a number."""
+    (body,) = loop.bodies
+    return body.given[number] is body.results[number]
+
+
+def _padded(array: Array, lanes: int) -> int:
+    """Bytes of a kernel's array, whose last dimension is padded to whole lanes."""
+    *others, last = array.shape
+    return dataclasses.replace(array, shape=(*others, -(-last // lanes) * lanes)).bytes
+
+
+def _price(kernel: Kernel) -> TracedCost:
+    """Operations, bytes of memory and bytes sent of a kernel; what is inside a loop is counted there."""
+    operation = kernel.operation
+    written = sum(write.bytes for write in kernel.writes)
+    if operation.kind in (Kind.LOOP, Kind.BARRIER):
+        return TracedCost()
+    if operation.kind is Kind.TRANSFER:
+        return TracedCost(sent=operation.sent)
+    moved = {
+        "gather": 2 * written,
+        "dynamic_update_slice": 2 * operation.reads[1].bytes if len(operation.reads) > 1 else 0,
+        "scatter": 3 * operation.reads[2].bytes if len(operation.reads) > 2 else 0,
+    }.get(operation.name, sum(read.bytes for read in kernel.reads) + written)
+    return TracedCost(flops=operation.flops, hbm_bytes=float(moved))
