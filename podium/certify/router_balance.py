@@ -9,9 +9,11 @@ import numpy as np
 from podium.certify.batches import OF_BATCH
 from podium.certify.check_result import Check, largest
 from podium.certify.naive import Weights, in_float64, router_shares, wide
-from podium.certify.updates import UNPACKED, Updates, relative
+from podium.certify.updates import PLAIN, Form, Updates, relative
 from podium.models.params import trained_specs
 
+RECORDING = Form(packing="none", train={**PLAIN, "replay_routing": False})
+"""The simplest form with the experts that the sampler chose, as a run's batches have them."""
 COEFFICIENT = 50.0
 """Weight of the balance loss in the check: as large as the rest of the loss, from which it is a difference."""
 BAR = 1e-4
@@ -21,7 +23,7 @@ BAR = 1e-4
 def balance_check(updates: Updates) -> Check:
     """Compare what the balance loss adds to an update's loss and gradient with the formula's."""
     recipe = dataclasses.replace(updates.recipe, router_loss_coef=COEFFICIENT)
-    (found,), plain = Updates(updates.subject, recipe).run(UNPACKED), updates.unpacked[0]
+    (found,), plain = Updates(updates.subject, recipe).run(RECORDING), updates.unpacked[0]
     value, gradient = _naive(updates)
     errors = [abs((found.loss - plain.loss) / COEFFICIENT - value) / value]
     for name in trained_specs(updates.subject.decoder):

@@ -79,9 +79,8 @@ def _is_right_talk(subject: Subject, training: Training, asked: Asked, transcrip
     right &= all(map(_ended, drawn[:-1])) and not any(_asks_too_often(texts[:end]) for end in range(1, len(texts)))
     if transcript.finish_reason == "failed":
         return right and asked.fails and _heard(drawn[-1], texts) and fails(len(drawn) - 1, texts[-1]) and reward.failed
-    right &= _ends(subject, transcript, texts, asked) and _said(transcript) == _expected_messages(
-        subject, texts, asked, transcript
-    )
+    right &= _ends(subject, transcript, texts, asked)
+    right &= _said(transcript) == _expected_messages(subject, asked, drawn[-1], texts)
     return right and _paid(training, asked.question, drawn, texts, reward)
 
 
@@ -102,18 +101,18 @@ def _said(transcript: Transcript) -> list[Said]:
     ]
 
 
-def _expected_messages(subject: Subject, texts: Sequence[str], asked: Asked, transcript: Transcript) -> list[Said]:
-    """The messages of a conversation with these answers: each answer, and the replies behind it."""
+def _expected_messages(subject: Subject, asked: Asked, last: Span, texts: Sequence[str]) -> list[Said]:
+    """The messages of a conversation with these answers, the last of which is `last`, and with the replies to them.
+
+    A reply that did not fit is among them.
+    """
+    replied = len(texts) if _heard(last, texts) and len(texts) < TURNS else len(texts) - 1
     found: list[Said] = []
     for turn, text in enumerate(texts):
         calls = len(calls_in(turn, text))
         found.append(("assistant", "", calls))
-        last = turn + 1 == len(texts)
-        if not last or (
-            _heard(transcript.spans[-1], texts) and turn + 1 < TURNS
-        ):  # a reply that did not fit is told too
-            replies = reply_to(turn, text, subject.decoder.vocab, asked.environment)
-            found += [("tool" if calls else "user", tuple(as_read(each)), 0) for each in replies]
+        replies = reply_to(turn, text, subject.decoder.vocab, asked.environment) if turn < replied else []
+        found += [("tool" if calls else "user", tuple(as_read(each)), 0) for each in replies]
     return found
 
 

@@ -353,7 +353,7 @@ def _with_moved_values(found: Sequences[np.ndarray]) -> Sequences[np.ndarray]:
 
 
 def sizes_of(form: Form, subject: Subject) -> BatchSizes:
-    """The sizes of a form's batches, which record the experts of tokens only if the form repeats them."""
+    """The sizes of a form's batches, with the experts of tokens if the form says whether to repeat them."""
     return BatchSizes(
         row_tokens=form.row_tokens,
         rows=form.rows,
@@ -363,7 +363,7 @@ def sizes_of(form: Form, subject: Subject) -> BatchSizes:
         devices=form.mesh.size,
         pairs=subject.recipe.data_form == "pair",
         pair_cost=pair_cost(subject.decoder),
-        choices=subject.decoder.choices if form.train.get("replay_routing") else 0,
+        choices=subject.decoder.choices if "replay_routing" in form.train else 0,
         choice_format=subject.decoder.choice_format,
     )
 
