@@ -331,7 +331,7 @@ class Slices(SliceLists):
         if listed.node and listed.alive:
             self.label(listed, {STATE: mark})
             if listed.state == "ready" and used(listed):
-                self.label(listed, {STATE: listed.mark or STARTED})
+                self.label(listed, {STATE: STARTED if listed.doomed else listed.mark or STARTED})
                 return False
         self.delete(
             [listed, *(each for each in found if each.name != listed.name and each.run == listed.run is not None)]

@@ -14,7 +14,7 @@ from podium.job.job_records import NO_JOB, STOPPED
 from podium.pods import commands
 from podium.pods.endings import Endings
 from podium.pods.gcloud import Finished, GcloudError
-from podium.pods.inventory import STARTED, STATE, STOP, label_text
+from podium.pods.inventory import LOST, STARTED, STATE, STOP, label_text
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import Project
 from podium.pods.rental import new_order
@@ -192,12 +192,14 @@ def test_down_deletes_what_it_has_found_and_nothing_that_was_rented_later(laptop
     assert laptops.nodes() == machines != []
 
 
-@pytest.mark.parametrize("act", ["reap", "replace"])
+@pytest.mark.parametrize("act", ["reap", "replace", "replace, as a reaper was about to"])
 @pytest.mark.parametrize("method", ["GET", "PATCH"])
 def test_a_job_that_was_started_after_the_look_keeps_its_slice(laptops, monkeypatch, act, method):
     """The laptop sleeps after it has seen a slice that is idle, or machines that do not answer."""
     session = laptops.session()
     laptops.started(session)
+    if "reaper" in act:
+        laptops.project().slices.label(session.slice, {STATE: LOST})
     laptops.clock.sleep(5 * 3600)
     machines = laptops.nodes()
     label = Slices.label
