@@ -9,9 +9,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from podium.hlo.cost import Peaks
-from podium.plan.traced.fusion import Compiler, Kernel, hoist, kernels, simplify
+from podium.plan.traced.fusion import Compiler, Kernel, kernels
 from podium.plan.traced.lowered_program import Array, Body, DeviceProgram, Operation
 from podium.plan.traced.operation_table import TO_MEMORY, Kind
+from podium.plan.traced.simplification import hoist, simplify
 from podium.plan.traced.transfers import gathers_late, sums_end
 
 
@@ -39,9 +40,9 @@ class TracedMemory:
     """What a program needs on one device."""
 
     arguments: int
-    """Bytes of its arguments, and of the results that are not written over them."""
+    """Bytes of its arguments."""
     temporary: int
-    """Bytes beside them where they are most."""
+    """Bytes of its other arrays, results included, where they are most."""
     cost: TracedCost
     largest: tuple[tuple[int, Array], ...]
     """The arrays beside the arguments there, in descending order of bytes."""

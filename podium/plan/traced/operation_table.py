@@ -21,6 +21,10 @@ class Kind(enum.Enum):
     BARRIER = "its operands, none of which may be used before all are there"
 
 
+SEPARATE = (Kind.PRODUCT, Kind.OWN, Kind.TRANSFER, Kind.LOOP, Kind.BARRIER)
+"""Kinds that are kernels by themselves."""
+
+
 def _named(text: str, kind: Kind) -> dict[str, Kind]:
     return dict.fromkeys(re.findall(r"\S+", text), kind)
 
