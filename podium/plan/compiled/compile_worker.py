@@ -208,12 +208,12 @@ def _traced_flops(job: Job, lowered: "jax.stages.Lowered") -> float:
 
     0 for other programs, and if the program holds something that only a compiler understands.
     """
-    from podium.plan.traced.absent_devices import measure_lowered
+    from podium.plan.traced.absent_devices import lowered_flops
 
     if calibration_kind(job.phase) != "update":
         return 0.0
     try:
-        return measure_lowered(lowered, job.accelerator).cost.flops
+        return lowered_flops(lowered)
     except UNREADABLE:
         return 0.0
 

@@ -84,6 +84,12 @@ class Body:
     operations: list["Operation"]
     results: list[Array]
 
+    @property
+    def flops(self) -> float:
+        """Operations of a run: a loop of unknown length counts once, and a choice as its dearest branch."""
+        loops = ((each.trips or 1) * max(body.flops for body in each.bodies) for each in self.operations if each.bodies)
+        return sum(each.flops for each in self.operations) + sum(loops)
+
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Operation:
