@@ -180,7 +180,7 @@ CORES_3D = {"v4": (8, 16, 32, 64, 128, 256, 512), "v5p": (8, 16, 32, 64, 128, 25
 GPU_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256)
 """Supported numbers of GPUs."""
 ALIASES = {"v5e": "v5litepod"}  # the cloud's name of v5e
-GKE_ALONE = ("tpu7x", "v7x", "ironwood")
+NOT_CLOUD_TPU = ("tpu7x", "v7x", "ironwood")
 Kernels = Literal["tpu", "gpu", "none"]
 """The kind of kernels that run on a device; `none`: XLA's own operations are used instead."""
 LEAST_CAPABILITY = (8, 0)
@@ -224,9 +224,9 @@ def find_accelerator(name: str) -> Accelerator:
     kind, _, size = name.strip().lower().rpartition("-")
     known = f"{ALIASES.get(kind, kind)}-{size}"
     if known not in table:
-        if kind in GKE_ALONE:
+        if kind in NOT_CLOUD_TPU:
             raise AcceleratorError(
-                "Google rents TPU7x on GKE alone, not as Cloud TPU VMs; its figures are not here yet"
+                "Google rents TPU7x on GKE and Compute Engine, not as Cloud TPU VMs; its figures are not here yet"
             )
         if kind in GPUS and not GPUS[kind].networked and size.isdecimal() and int(size) > GPUS[kind].machine:
             others = ", ".join(other for other, gpu in GPUS.items() if gpu.networked)
@@ -331,7 +331,7 @@ def kernels_on(platform: str, capability: str = "") -> Kernels:
     """
     if platform == "tpu":
         return "tpu"
-    return "gpu" if platform == "gpu" and not _too_old(capability) and not _of_amd(capability) else "none"
+    return "gpu" if platform == "gpu" and not _too_old(capability) and not of_amd(capability) else "none"
 
 
 class JaxDevice(Protocol):
@@ -353,14 +353,15 @@ def kernels_of(device: JaxDevice) -> Kernels:
     return kernels_on(device.platform, capability_of(device))
 
 
-def _of_amd(capability: str) -> bool:
-    return capability.startswith("gfx")  # for which Podium has no kernels
+def of_amd(capability: str) -> bool:
+    """Whether a GPU with this capability is one of AMD's, for which Podium has no kernels."""
+    return capability.startswith("gfx")
 
 
 def _too_old(capability: str) -> bool:
     return (
         bool(capability)
-        and not _of_amd(capability)
+        and not of_amd(capability)
         and tuple(int(part) for part in capability.split(".")) < LEAST_CAPABILITY
     )
 
