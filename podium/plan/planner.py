@@ -270,7 +270,7 @@ def _slowest_first(calls: Sequence[Call]) -> dict[str, float]:
 
 def is_compiled(run: RunSizes) -> bool:
     """Whether programs can be compiled without the device: jax cannot use the host memory of absent GPUs."""
-    return run.platform != "gpu" or not run.spec.optimizer.offload
+    return run.accelerator.compiled and (run.platform != "gpu" or not run.spec.optimizer.offload)
 
 
 def make_jobs(planned: Planned, programs: Mapping[str, float], whole: Collection[str] = ()) -> list[Job]:

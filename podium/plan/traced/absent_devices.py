@@ -40,6 +40,7 @@ class AbsentDevice:
     platform: str
     device_kind: str
     slice_index: int = 0
+    compute_capability: str = ""
     core_on_chip: int = 0
     num_cores: int = 1
 
@@ -79,7 +80,14 @@ def absent_devices(accelerator: Accelerator) -> list[AbsentDevice]:
     kind = next(known, accelerator.generation)
     per_host, per_slice = (max(1, accelerator.devices // count) for count in (accelerator.hosts, accelerator.slices))
     return [
-        AbsentDevice(number, number // per_host, accelerator.platform, kind, number // per_slice)
+        AbsentDevice(
+            id=number,
+            process_index=number // per_host,
+            platform=accelerator.platform,
+            device_kind=kind,
+            slice_index=number // per_slice,
+            compute_capability=accelerator.capability,
+        )
         for number in range(accelerator.devices)
     ]
 
