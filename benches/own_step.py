@@ -66,7 +66,7 @@ class OwnStep:
             self.recipe,
             self.settings,
             self.optimizer,
-            shapes=RunShapes(spec.batch),
+            shapes=RunShapes(spec.batch, keep=lambda kept: None),
             schedule=spec.optimizer,
             folder=folder,
             frozen=frozen,
