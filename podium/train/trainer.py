@@ -226,7 +226,8 @@ class Trainer:
             if (step + 1) % follows.sync_every == 0
         }
         state = with_coefs(dataclasses.replace(state, models=models), coefs)
-        for shape in self.shapes.begin(step + 1):
+        new = self.shapes.begin(step + 1)
+        for shape in new if self._ahead.threads else ():
             self._compile_shape(state, shape)
         return state, dataclasses.replace(updated, learners=learned)
 
