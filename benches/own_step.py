@@ -13,6 +13,7 @@ from podium.config.schema import Config
 from podium.observe.stats import BatchStats, UpdateStats
 from podium.sampling.groups import Group
 from podium.sampling.sampler import Sampler
+from podium.train.batches.run_shapes import RunShapes
 from podium.train.setup import load_parts, make_model, make_run_optimizer, run_spec
 from podium.train.state import init_state
 from podium.train.step import TrainSettings
@@ -65,7 +66,7 @@ class OwnStep:
             self.recipe,
             self.settings,
             self.optimizer,
-            sizes=spec.batch,
+            shapes=RunShapes(spec.batch, keep=lambda kept: None),
             schedule=spec.optimizer,
             folder=folder,
             frozen=frozen,

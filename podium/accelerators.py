@@ -78,6 +78,16 @@ class Accelerator:
         return "tpu" if self.host_bounds is not None else "gpu" if self.generation in GPUS else "cpu"
 
     @property
+    def capability(self) -> str:
+        """Compute capability of a GPU, as in `Gpu`; empty for other devices."""
+        return GPUS[self.generation].capability if self.generation in GPUS else ""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether programs can be compiled for it where it is not; otherwise it is planned by its figures alone."""
+        return self.generation not in GPUS or GPUS[self.generation].compiled
+
+    @property
     def topology(self) -> str:
         """The compiler's name of the slice, such as `v6e:2x4`; for GPUs, machines x 1 x GPUs of each."""
         if self.platform == "gpu":
@@ -112,30 +122,65 @@ class Accelerator:
 HBM_GIB = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
 
 
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """A kind of GPU; the sources of its numbers are in its target file in `podium/plan/gpus`."""
+MACHINE = 8
+"""GPUs of a machine, for most kinds."""
 
-    memory: int  # bytes that CUDA reports as total
-    networked: bool = True  # whether `podium/chips` has the bandwidth between machines
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A kind of GPU; the sources of its numbers are in its files in `podium/chips` and `podium/plan/gpus`."""
+
+    memory: int
+    """Bytes that CUDA reports as total."""
+    capability: str
+    """Compute capability, which decides kernels and number formats; for AMD's GPUs, the name of the architecture."""
+    names: tuple[str, ...]
+    """Beginnings of jax's `device_kind`."""
+    networked: bool = True
+    """Whether `podium/chips` has the bandwidth between machines."""
+    machine: int = MACHINE
+    """The most GPUs in one machine."""
+    compiled: bool = True
+    """Whether `podium/plan/gpus` describes it to the compiler; if not, it is planned by its figures alone."""
+
+
+def _gib(size: float) -> int:
+    return int(size * GIB)
 
 
 GPUS: Mapping[str, Gpu] = {
-    "a100-40": Gpu(42_331_013_120),
-    "a100-80": Gpu(85_100_068_864),
-    "l4": Gpu(int(22.03 * GIB), networked=False),
-    "l40s": Gpu(int(44.40 * GIB), networked=False),
-    "h100": Gpu(84_942_979_072),
-    "h200": Gpu(151_397_597_184),
-    "b200": Gpu(191_514_411_008),
-    "rtx4090": Gpu(int(23.64 * GIB), networked=False),
+    "t4": Gpu(memory=_gib(14.56), capability="7.5", names=("Tesla T4",), networked=False),
+    "v100-16": Gpu(memory=16_935_682_048, capability="7.0", names=("Tesla V100-SXM2-16GB",), networked=False),
+    "v100-32": Gpu(
+        memory=_gib(31.74), capability="7.0", names=("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB"), networked=False
+    ),
+    "a10g": Gpu(memory=_gib(22.06), capability="8.6", names=("NVIDIA A10G",), networked=False),
+    "a6000": Gpu(memory=51_041_271_808, capability="8.6", names=("NVIDIA RTX A6000",), networked=False),
+    "a100-40": Gpu(memory=42_331_013_120, capability="8.0", names=("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")),
+    "a100-80": Gpu(memory=85_100_068_864, capability="8.0", names=("NVIDIA A100",)),
+    "l4": Gpu(memory=_gib(22.03), capability="8.9", names=("NVIDIA L4",), networked=False),
+    "l40": Gpu(memory=_gib(44.40), capability="8.9", names=("NVIDIA L40",), networked=False),
+    "l40s": Gpu(memory=_gib(44.40), capability="8.9", names=("NVIDIA L40S",), networked=False),
+    "rtx6000ada": Gpu(memory=_gib(44.43), capability="8.9", names=("NVIDIA RTX 6000 Ada",), networked=False),
+    "rtxpro6000": Gpu(memory=_gib(94.97), capability="12.0", names=("NVIDIA RTX PRO 6000 Blackwell",), networked=False),
+    "h100": Gpu(memory=84_942_979_072, capability="9.0", names=("NVIDIA H100",)),
+    "h200": Gpu(memory=151_397_597_184, capability="9.0", names=("NVIDIA H200",)),
+    "gh200": Gpu(memory=_gib(94.50), capability="9.0", names=("NVIDIA GH200 480GB",), networked=False, machine=1),
+    "b200": Gpu(memory=191_514_411_008, capability="10.0", names=("NVIDIA B200",)),
+    "b300": Gpu(memory=297_021_865_984, capability="10.3", names=("NVIDIA B300",)),
+    "gb200": Gpu(memory=197_897_748_480, capability="10.0", names=("NVIDIA GB200",), networked=False, machine=4),
+    "rtx3090": Gpu(memory=_gib(23.70), capability="8.6", names=("NVIDIA GeForce RTX 3090",), networked=False),
+    "rtx4090": Gpu(memory=_gib(23.64), capability="8.9", names=("NVIDIA GeForce RTX 4090",), networked=False),
+    "rtx5090": Gpu(memory=_gib(31.36), capability="12.0", names=("NVIDIA GeForce RTX 5090",), networked=False),
+    "mi300x": Gpu(memory=192 * GIB, capability="gfx942", names=("AMD Instinct MI300X",), compiled=False),
+    "mi355x": Gpu(memory=288 * GIB, capability="gfx950", names=("AMD Instinct MI355X",), compiled=False),
 }
 CHIPS_2D = (1, 4, 8, 16, 32, 64, 128, 256)  # v5e and v6e: 1x1, 2x2, 2x4, 4x4, ..., 16x16
 CORES_3D = {"v4": (8, 16, 32, 64, 128, 256, 512), "v5p": (8, 16, 32, 64, 128, 256, 512, 1024)}
-GPU_COUNTS, MACHINE = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256), 8
-"""Supported numbers of GPUs, and the most in one machine."""
+GPU_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256)
+"""Supported numbers of GPUs."""
 ALIASES = {"v5e": "v5litepod"}  # the cloud's name of v5e
-GKE_ALONE = ("tpu7x", "v7x", "ironwood")
+NOT_CLOUD_TPU = ("tpu7x", "v7x", "ironwood")
 Kernels = Literal["tpu", "gpu", "none"]
 """The kind of kernels that run on a device; `none`: XLA's own operations are used instead."""
 LEAST_CAPABILITY = (8, 0)
@@ -149,25 +194,19 @@ CPU_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
 XLA_BFLOAT16 = frozenset({"AVX512_BF16", "AMX", "AMX_FP16"})
 """Values of XLA's flag xla_cpu_max_isa that allow at least one of the instruction sets in CPU_BFLOAT16."""
 
-# Prefixes of jax's `device_kind`, longer ones first, and the kind of machine in an accelerator's name.
-DEVICE_KINDS: Mapping[str, str] = {
+TPU_KINDS: Mapping[str, str] = {
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
     "TPU v5 lite": "v5litepod",
     "TPU v5e": "v5litepod",
     "TPU v5": "v5p",
     "TPU v4": "v4",
-    "NVIDIA A100-SXM4-40GB": "a100-40",
-    "NVIDIA A100-PCIE-40GB": "a100-40",
-    "NVIDIA A100": "a100-80",
-    "NVIDIA H100": "h100",
-    "NVIDIA H200": "h200",
-    "NVIDIA B200": "b200",
-    "NVIDIA L40S": "l40s",
-    "NVIDIA L40": "",  # a different GPU, without a target file
-    "NVIDIA L4": "l4",
-    "NVIDIA GeForce RTX 4090": "rtx4090",
 }
+OTHER_GPUS = ("NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 Laptop", "NVIDIA GeForce RTX 5090 Laptop")
+"""GPUs that are not in the table, although their names begin like one that is."""
+_NAMES = TPU_KINDS | {name: kind for kind, gpu in GPUS.items() for name in gpu.names} | dict.fromkeys(OTHER_GPUS, "")
+DEVICE_KINDS: Mapping[str, str] = {name: _NAMES[name] for name in sorted(_NAMES, key=len, reverse=True)}
+"""Beginnings of jax's `device_kind`, longer ones first, and the kind of machine in an accelerator's name."""
 SPARSE_CORES = ("v6e", "TPU v6 lite", "TPU v6e")
 """Names, in this table and in jax, of the TPU generations whose SparseCore exchanges arrays while the TensorCore
 multiplies."""
@@ -185,15 +224,15 @@ def find_accelerator(name: str) -> Accelerator:
     kind, _, size = name.strip().lower().rpartition("-")
     known = f"{ALIASES.get(kind, kind)}-{size}"
     if known not in table:
-        if kind in GKE_ALONE:
+        if kind in NOT_CLOUD_TPU:
             raise AcceleratorError(
-                "Google rents TPU7x on GKE alone, not as Cloud TPU VMs; its figures are not here yet"
+                "Google rents TPU7x on GKE and Compute Engine, not as Cloud TPU VMs; its figures are not here yet"
             )
-        if kind in GPUS and not GPUS[kind].networked and size.isdecimal() and int(size) > MACHINE:
+        if kind in GPUS and not GPUS[kind].networked and size.isdecimal() and int(size) > GPUS[kind].machine:
             others = ", ".join(other for other, gpu in GPUS.items() if gpu.networked)
             raise AcceleratorError(
                 f"{known}: the bandwidth between machines of {kind} is not known; plan for one machine, "
-                f"{kind}-{MACHINE}, or for a GPU whose bandwidth is known ({others})"
+                f"{kind}-{GPUS[kind].machine}, or for a GPU whose bandwidth is known ({others})"
             )
         if name.strip().lower() == "cpu":
             raise AcceleratorError(
@@ -236,7 +275,9 @@ def accelerators() -> dict[str, Accelerator]:
     """Every known accelerator by name, small to large within its kind."""
     slices = [_flat_slice(generation, chips) for generation in ("v5e", "v6e") for chips in CHIPS_2D]
     slices += [_cubic_slice(generation, cores) for generation, sizes in CORES_3D.items() for cores in sizes]
-    counts = [(kind, count) for kind, gpu in GPUS.items() for count in GPU_COUNTS if count <= MACHINE or gpu.networked]
+    counts = [
+        (kind, count) for kind, gpu in GPUS.items() for count in GPU_COUNTS if count <= gpu.machine or gpu.networked
+    ]
     gpus = [_gpus(kind, count) for kind, count in counts]
     return {each.name: each for each in (*slices, *gpus)}
 
@@ -285,12 +326,12 @@ def auto_dtype(platform: str, flags: Set[str], capability: str = "") -> Literal[
 def kernels_on(platform: str, capability: str = "") -> Kernels:
     """The kind of kernels that run on a device of a jax platform (cpu, gpu or tpu).
 
-    `capability` is a GPU's compute capability, such as 7.5; if it is empty, the GPU is assumed to run kernels, as all
-    GPUs in the table do.
+    `capability` is a GPU's compute capability, such as 7.5; if it is empty, the GPU is assumed to run kernels. AMD's
+    GPUs run none.
     """
     if platform == "tpu":
         return "tpu"
-    return "gpu" if platform == "gpu" and not _too_old(capability) else "none"
+    return "gpu" if platform == "gpu" and not _too_old(capability) and not of_amd(capability) else "none"
 
 
 class JaxDevice(Protocol):
@@ -312,8 +353,17 @@ def kernels_of(device: JaxDevice) -> Kernels:
     return kernels_on(device.platform, capability_of(device))
 
 
+def of_amd(capability: str) -> bool:
+    """Whether a GPU with this capability is one of AMD's, for which Podium has no kernels."""
+    return capability.startswith("gfx")
+
+
 def _too_old(capability: str) -> bool:
-    return bool(capability) and tuple(int(part) for part in capability.split(".")) < LEAST_CAPABILITY
+    return (
+        bool(capability)
+        and not of_amd(capability)
+        and tuple(int(part) for part in capability.split(".")) < LEAST_CAPABILITY
+    )
 
 
 def cpu_flags() -> frozenset[str]:
@@ -370,8 +420,8 @@ def _cubic_slice(generation: str, cores: int) -> Accelerator:
 
 
 def _gpus(kind: str, count: int) -> Accelerator:
-    """Describe `count` GPUs: in one machine, connected by a switch, or in several machines of 8."""
-    machines = max(1, count // MACHINE)
+    """Describe `count` GPUs: in one machine, connected by a switch, or in several machines."""
+    machines = max(1, count // GPUS[kind].machine)
     return Accelerator(
         name=f"{kind}-{count}",
         generation=kind,
@@ -416,4 +466,4 @@ def _nearest(name: str, table: dict[str, Accelerator]) -> list[str]:
         each: [int(other.rpartition("-")[2]) for other in table if other.rpartition("-")[0] == each] for each in like
     }
     by_size = {each: sorted(sizes[each], key=lambda other: abs(other - count)) for each in like}
-    return [f"{each}-{by_size[each][rank]}" for rank in range(3) for each in like][:3]
+    return [f"{each}-{by_size[each][rank]}" for rank in range(3) for each in like if rank < len(by_size[each])][:3]

@@ -11,6 +11,8 @@ import yaml
 from podium.accelerators import accelerators
 
 HOUR_S = 3600
+OLD_MONTHS = 6
+"""Age in months above which a plan says how old a price is."""
 KEYS = ("usd_per_chip_hour", "source", "date")
 
 
@@ -22,6 +24,12 @@ class Price:
     source: str
     date: str
     """The day on which the source gave this price, ISO 8601."""
+
+
+def months_old(date: str, today: datetime.date) -> int:
+    """Whole months between a price's date, ISO 8601, and `today`."""
+    then = datetime.date.fromisoformat(date)
+    return 12 * (today.year - then.year) + today.month - then.month - (today.day < then.day)
 
 
 def load_prices(path: Path | None) -> dict[str, Price]:

@@ -50,9 +50,10 @@ def test_auto_is_bfloat16_on_accelerators(platform: str):
 @pytest.mark.parametrize(
     ("capability", "dtype", "kernels"),
     [("7.0", "float32", "none"), ("7.5", "float32", "none"), ("6.1", "float32", "none")]
-    + [(each, "bfloat16", "gpu") for each in ("8.0", "8.9", "9.0", "10.0", "12.0", "")],
+    + [(each, "bfloat16", "gpu") for each in ("8.0", "8.9", "9.0", "10.0", "12.0", "")]
+    + [("gfx942", "bfloat16", "none")],  # AMD's MI300X
 )
-def test_a_gpu_below_capability_8_has_neither_kernels_nor_bfloat16(capability: str, dtype: str, kernels: str):
+def test_a_gpus_capability_decides_kernels_and_number_format(capability: str, dtype: str, kernels: str):
     assert auto_dtype("gpu", frozenset(), capability) == dtype
     assert kernels_on("gpu", capability) == kernels
     device = SimpleNamespace(platform="gpu", compute_capability=capability)

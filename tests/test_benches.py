@@ -139,9 +139,9 @@ def test_a_gpu_is_planned_for_by_what_nvidia_smi_calls_it(monkeypatch, name, fou
 
 
 def test_a_gpu_without_a_target_is_told_where_to_add_one(monkeypatch):
-    monkeypatch.setattr(gpu_accuracy, "_smi", lambda what: "NVIDIA L40\n")
+    monkeypatch.setattr(gpu_accuracy, "_smi", lambda what: "NVIDIA P40\n")
     with pytest.raises(
-        ValueError, match="NVIDIA L40: podium plan has no target for this GPU; add one to podium/plan/gpus"
+        ValueError, match="NVIDIA P40: podium plan has no target for this GPU; add one to podium/plan/gpus"
     ):
         gpu_accuracy.this_gpu()
 

@@ -73,8 +73,9 @@ def test_a_model_is_an_entry(monkeypatch):
 
 
 def test_an_accelerator_is_an_entry(monkeypatch, new_accelerators):
-    monkeypatch.setitem(accelerators.GPUS, "b300", accelerators.Gpu(280 * 2**30))  # pyright: ignore[reportArgumentType]
-    assert 0.86 * 280 * 2**30 < find_accelerator("b300-8").hbm_bytes < 0.9 * 280 * 2**30
+    new = accelerators.Gpu(memory=280 * 2**30, capability="13.0", names=("NVIDIA R100",))
+    monkeypatch.setitem(accelerators.GPUS, "r100", new)  # pyright: ignore[reportArgumentType]
+    assert 0.86 * 280 * 2**30 < find_accelerator("r100-8").hbm_bytes < 0.9 * 280 * 2**30
     config = load_settings([], [*RUN, "rollout.prefill_rows=16"], {}).config
     plan = make_plan(Planned.of(config, find_accelerator("h200-16")), fast=True)
     assert (plan.devices, plan.verdict) == (16, "fits")

@@ -105,6 +105,11 @@ def cut(backend: Backend, length: int) -> tuple[int, int]:
     return math.ceil(length / t), t
 
 
+def row_tile(backend: Backend) -> int:
+    """The number of tokens of which rows should be a multiple: that of the smallest block that needs no padding."""
+    return {"tpu_kernel": TPU_BLOCKS[-1], "gpu_kernel": GPU_BLOCKS[0]}.get(backend, BLOCK // 4)
+
+
 def gpu_block(head_dim: int, itemsize: int, shared_memory: int | None) -> int:
     """Tokens per block of the GPU kernel for heads of `head_dim` elements of `itemsize` bytes.
 

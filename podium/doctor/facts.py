@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from podium.accelerators import GIB, GPUS, LEAST_CAPABILITY, Accelerator, kernels_on
+from podium.accelerators import GIB, GPUS, LEAST_CAPABILITY, Accelerator, auto_dtype, kernels_on
 from podium.chips import chip_constants
 from podium.doctor.diagnosis import Row, rate
 from podium.doctor.system import SeenDevice, SmiGpu, System
@@ -150,6 +150,8 @@ def devices(facts: Facts) -> Iterator[Row]:
 def _what_it_runs(capability: str) -> str:
     if kernels_on("gpu", capability) == "gpu":
         return f"{capability}: kernels and bfloat16"
+    if auto_dtype("gpu", frozenset(), capability) == "bfloat16":
+        return f"{capability}: programs are XLA's, without kernels, and in bfloat16"
     least = ".".join(map(str, LEAST_CAPABILITY))
     return f"{capability}, below {least}: programs are XLA's, without kernels, and in float32"
 

@@ -4,6 +4,7 @@
     summary.json a summary as one JSON object             samples.jsonl   questions, completions, rewards
     run.lock the process and host that write to the folder   lengths.jsonl   tokens of each prompt and completion
     machine.json the devices that the run last used
+    shapes.json      the shapes of its micro-batches (podium.train.batches.run_shapes)
     fork.json        the run and step it was forked from, if any
     run.json         the run's id, and the version that last trained it (podium.observe.identity)
     identity.json    the run's id, which its checkpoints repeat (podium.train.checkpoints.step_files)

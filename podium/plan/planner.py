@@ -113,10 +113,11 @@ def plan_run(
             *explain(run, accelerator, phases, workload, step.replies),
             *carry_over(run, device, drawn, workload, step.micro_batches),
             *_stand_ins(compiled),
+            *repeated_operations(compiled),
         ),
         estimate_only=not compiled,
         calibration=device.chip.source if device.chip else "",
-        doubts=(*_doubts(compiled), *few_operations(phases), *repeated_operations(compiled)),
+        doubts=(*_doubts(compiled), *few_operations(phases)),
         slots=run.rollout.slots,
         versions={"podium": __version__} | (compiler_versions(accelerator) if compiled else {}),
         mfu=device.mfu(run, drawn, phases),
@@ -207,7 +208,9 @@ def few_operations(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def repeated_operations(compiled: Mapping[str, CompiledPhase]) -> Iterator[str]:
-    """Compiled programs that do more operations than they were traced with."""
+    """A note on each compiled program that does more operations than were traced: a compiler that runs short of memory
+    computes arrays again instead of keeping them.
+    """
     for name, program in compiled.items():
         beyond = program.cost(1.0).flops / program.traced_flops - 1 if program.traced_flops else 0.0
         if beyond > REPEATED:
@@ -267,7 +270,7 @@ def _slowest_first(calls: Sequence[Call]) -> dict[str, float]:
 
 def is_compiled(run: RunSizes) -> bool:
     """Whether programs can be compiled without the device: jax cannot use the host memory of absent GPUs."""
-    return run.platform != "gpu" or not run.spec.optimizer.offload
+    return run.accelerator.compiled and (run.platform != "gpu" or not run.spec.optimizer.offload)
 
 
 def make_jobs(planned: Planned, programs: Mapping[str, float], whole: Collection[str] = ()) -> list[Job]:

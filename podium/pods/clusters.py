@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from podium.accelerators import Accelerator, find_accelerator
+from podium.accelerators import Accelerator, find_accelerator, of_amd
 from podium.config.schema import Config
 from podium.config.show import to_yaml
 from podium.job.cluster import COORDINATOR_PORT
@@ -31,6 +31,7 @@ LASTING = (1, 2, GUARD, 126, 127)
 without Podium. After others a retry may succeed: 75 (a worker came too late), 124 (stuck), 134 (another worker was
 lost), 137, 143."""
 GKE_TPU, GKE_GPU, NVIDIA = "cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-accelerator", "nvidia.com/gpu"
+AMD = "amd.com/gpu"
 NODES: Mapping[str, tuple[str, str]] = {
     "v4": (GKE_TPU, "tpu-v4-podslice"),
     "v5e": (GKE_TPU, "tpu-v5-lite-podslice"),
@@ -42,11 +43,26 @@ NODES: Mapping[str, tuple[str, str]] = {
     "h100": (GKE_GPU, "nvidia-h100-80gb"),
     "h200": (GKE_GPU, "nvidia-h200-141gb"),
     "b200": (GKE_GPU, "nvidia-b200"),
+    "t4": (GKE_GPU, "nvidia-tesla-t4"),
+    "v100-16": (GKE_GPU, "nvidia-tesla-v100"),
+    "rtxpro6000": (GKE_GPU, "nvidia-rtx-pro-6000"),
+    "gb200": (GKE_GPU, "nvidia-gb200"),
+    "v100-32": (f"{NVIDIA}.product", "Tesla-V100-SXM2-32GB"),
+    "a10g": (f"{NVIDIA}.product", "NVIDIA-A10G"),
+    "a6000": (f"{NVIDIA}.product", "NVIDIA-RTX-A6000"),
+    "l40": (f"{NVIDIA}.product", "NVIDIA-L40"),
     "l40s": (f"{NVIDIA}.product", "NVIDIA-L40S"),
+    "rtx6000ada": (f"{NVIDIA}.product", "NVIDIA-RTX-6000-Ada-Generation"),
+    "gh200": (f"{NVIDIA}.product", "NVIDIA-GH200-480GB"),
+    "b300": (f"{NVIDIA}.product", "NVIDIA-B300-SXM6-AC"),
+    "rtx3090": (f"{NVIDIA}.product", "NVIDIA-GeForce-RTX-3090"),
     "rtx4090": (f"{NVIDIA}.product", "NVIDIA-GeForce-RTX-4090"),
+    "rtx5090": (f"{NVIDIA}.product", "NVIDIA-GeForce-RTX-5090"),
+    "mi300x": (f"{AMD}.device-id", "74a1"),
+    "mi355x": (f"{AMD}.device-id", "75a3"),
 }
 """The label of the nodes that have each kind of chip. Sources: cloud.google.com/kubernetes-engine/docs/concepts, tpus
-and gpus; GPUs that Google does not rent have the label of NVIDIA's GPU feature discovery."""
+and gpus; GPUs that Google does not rent have the label of NVIDIA's GPU feature discovery, or of AMD's node labeller."""
 HEADER = """\
 # kubectl apply -f THIS_FILE          on a cluster with JobSet (jobset.sigs.k8s.io) and nodes with {accelerator}
 # kubectl logs -f job/{name}-workers-0
@@ -165,7 +181,9 @@ class _Pods:
 
     @property
     def resource(self) -> str:
-        return "google.com/tpu" if self.on_tpu else NVIDIA
+        if self.on_tpu:
+            return "google.com/tpu"
+        return AMD if of_amd(self.accelerator.capability) else NVIDIA
 
     def job_set(self, image: str, folder: str, claim: str | None) -> Fields:
         """The JobSet. It fails for exit statuses that a retry would have again, and otherwise restarts all pods

@@ -246,13 +246,21 @@ def reap(
     for each in slices.survey():
         if each.idle_s is None or each.owner is None or not (everyone or slices.is_ours(each)):
             continue
-        project.note("for every slice that is ready:")
-        if (idle_s := _idle_s(project, each)) is None or idle_s < each.idle_s:
+        lease_s = each.idle_s
+
+        def used(listed: Slice, lease_s: float = lease_s) -> bool:
+            project.note("for every slice that is ready:")
+            idle_s = _idle_s(project, listed)
+            return idle_s is None or idle_s < lease_s
+
+        if used(each):
             continue
-        project.say(f"deleting {each.name} in {each.zone}: no job has run there for {idle_s / HOUR_S:.1f} h")
+        project.say(
+            f"deleting {each.name} in {each.zone}: no job has run there for its lease, {lease_s / HOUR_S:.1f} h"
+        )
         project.note("for every slice whose lease has expired (the second command if it was not queued):")
-        slices.give_up(each, LOST)
-        deleted.append(each.name)
+        if slices.give_up(each, LOST, used=used):
+            deleted.append(each.name)
     project.answer(f"deleted {', '.join(deleted)}" if deleted else "nothing was deleted")
 
 

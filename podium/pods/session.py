@@ -135,14 +135,19 @@ class Session:
             stop_job(self._project.remote(self.slice), self._job)
 
     def replace(self) -> None:
-        """Delete the slice; the next action is to rent another. Raises TakenError if the slice is alive and was rented
-        by the user.
+        """Delete the slice, unless another command has the run going on there again; the next action is to rent another
+        or to find that one. Raises TakenError if the slice is alive and was rented by the user.
         """
         assert self.slice is not None
         if self.lasting and self.slice.alive:
             name = self.slice.name
             raise TakenError(f"{name} was rented by podium pod up and is kept: podium pod down {name} deletes it")
-        self._project.slices.give_up(self.slice, LOST)
+
+        def used(listed: Slice) -> bool:
+            job = poll(self._project.remote(listed))
+            return job.running and not job.silent
+
+        self._project.slices.give_up(self.slice, LOST, used=used)
         self.slice, self._job = None, None
 
     def give_back(self, status: int, *, told: bool) -> bool:

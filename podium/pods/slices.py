@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from podium.patience import Clock, Patience
 from podium.pods.gcloud import CHANGE_S, READ_S, ApiAnswer, Gcloud, GcloudError, Order
-from podium.pods.inventory import LOST, NAME, STATE, ApiObject, Slice, read_slices
+from podium.pods.inventory import LOST, NAME, STARTED, STATE, ApiObject, Slice, read_slices
 from podium.pods.world import random_word
 
 POLL_S = 15.0
@@ -318,10 +318,11 @@ class Slices(SliceLists):
         for each in sorted(slices, key=lambda each: each.order, reverse=True):
             self._delete(each)
 
-    def give_up(self, tpu_slice: Slice, mark: str) -> bool:
+    def give_up(self, tpu_slice: Slice, mark: str, *, used: Callable[[Slice], bool] = lambda listed: False) -> bool:
         """Delete a slice on which other commands might start the same run, after setting `mark`, which prevents that.
 
-        Returns whether the slice was still listed.
+        Returns whether it was deleted: not if it is no longer listed, or if a job was started there before the mark was
+        set, which `used` tells of a slice that is ready.
         """
         found = self.titled(tpu_slice.title)
         listed = self.now(tpu_slice)  # after `found`, so that what stands beside it is not its successor
@@ -329,6 +330,9 @@ class Slices(SliceLists):
             return False
         if listed.node and listed.alive:
             self.label(listed, {STATE: mark})
+            if listed.state == "ready" and used(listed):
+                self.label(listed, {STATE: STARTED if listed.doomed else listed.mark or STARTED})
+                return False
         self.delete(
             [listed, *(each for each in found if each.name != listed.name and each.run == listed.run is not None)]
         )

@@ -23,7 +23,7 @@ class Machine:
     cpu_flags: frozenset[str] = frozenset()
     """Instruction sets of the host's CPU, which decide its number format."""
     capability: str = ""
-    """Compute capability of the GPUs, such as 8.0; empty if it is unknown, or for GPUs in the table."""
+    """Compute capability of the GPUs, such as 8.0; empty if it is unknown."""
 
     @property
     def kernels(self) -> Kernels:
@@ -45,4 +45,5 @@ class Machine:
             slices=accelerator.slices,
             accelerator=accelerator,
             cpu_flags=cpu_flags(),
+            capability=accelerator.capability,
         )

@@ -5,10 +5,11 @@ All call the same functions, so a plan has the same spec as the run.
 """
 
 import dataclasses
+import math
 
 from podium.algorithms.recipe_options import make_recipe
 from podium.algorithms.recipes import Recipe, find_recipe
-from podium.config.attention_blocks import attention_backend
+from podium.config.attention_blocks import attention_backend, row_tile
 from podium.config.data import DataConfig
 from podium.config.head import head_kind
 from podium.config.mesh import MeshSizes, mesh_shape
@@ -20,6 +21,7 @@ from podium.models.layouts import choose_layout
 from podium.models.params import TRAIN_AXES, axis_parts
 from podium.rollout.request import SamplingParams
 from podium.run.machine import Machine
+from podium.run.micro_batch_cost import micro_batch_cost
 from podium.run.roles import check_graders, grading_models, own_prompts, scoring_models, teaching
 from podium.run.run_spec import (
     AnswerSettings,
@@ -29,6 +31,7 @@ from podium.run.run_spec import (
     OptimizerSpec,
     PromptSpec,
     RolloutSpec,
+    RowRules,
     RunSpec,
     UpdateSpec,
     pair_cost,
@@ -66,6 +69,7 @@ def resolve(
     """
     recipe = recipe or resolve_recipe(config)
     mesh = mesh or resolve_mesh(config, machine)
+    update = resolve_update(config, recipe, machine, mesh)
     if config.algorithm.router_loss_coef and not decoder.routed:
         raise ValueError(
             f"algorithm.router_loss_coef is {config.algorithm.router_loss_coef:g}, which is for mixtures of experts, "
@@ -79,8 +83,8 @@ def resolve(
         scoring_models=scoring_models(config, recipe, decoder),
         recipe=recipe,
         mesh=mesh,
-        batch=resolve_batch(config, recipe, decoder, mesh),
-        update=resolve_update(config, recipe, machine, mesh),
+        batch=resolve_batch(config, recipe, decoder, machine=machine, mesh=mesh, update=update),
+        update=update,
         optimizer=OptimizerSpec(
             settings=config.train.optimizer, steps=optimizer_steps(config), offload=config.train.offload_optimizer
         ),
@@ -144,8 +148,10 @@ def resolve_recipe(config: Config) -> Recipe:
     return dataclasses.replace(recipe, penalised=config.rollout.repetition_penalty != 1, teaching=teaching(config))
 
 
-def resolve_batch(config: Config, recipe: Recipe, decoder: DecoderConfig, mesh: MeshSizes) -> BatchSizes:
-    """Resolve the shapes of a run's batches on a mesh."""
+def resolve_batch(
+    config: Config, recipe: Recipe, decoder: DecoderConfig, *, machine: Machine, mesh: MeshSizes, update: UpdateSpec
+) -> BatchSizes:
+    """Resolve the shapes of a run's batches on a mesh, and the rules for others."""
     shards = axis_parts(TRAIN_AXES, mesh)["batch"]
     return BatchSizes(
         row_tokens=row_tokens(config, recipe),
@@ -159,7 +165,12 @@ def resolve_batch(config: Config, recipe: Recipe, decoder: DecoderConfig, mesh: 
         demonstrations=config.demonstrations is not None,
         devices=shards,
         pairs=recipe.data_form == "pair",
-        pair_cost=pair_cost(decoder),
+        rules=RowRules(
+            pair_cost=pair_cost(decoder),
+            micro_batch_cost=micro_batch_cost(decoder, update, machine, mesh),
+            tile=math.lcm(row_tile(update.attention), mesh["sp"]),
+            row_step=shards * update.row_groups,
+        ),
     )
 
 

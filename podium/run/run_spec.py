@@ -5,7 +5,7 @@ Components read these values, and do not derive them from the settings again.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from podium.algorithms.recipes import TAUGHT_HIDDEN, Recipe
 from podium.config.attention_blocks import Backend
@@ -39,9 +39,37 @@ SCORE = "score"
 """Name in plans of the program that scores a batch with the policy, and with other models of its architecture."""
 
 
+class RowShape(NamedTuple):
+    """A shape of micro-batches."""
+
+    rows: int
+    """Rows B of a micro-batch, over all devices."""
+    row_tokens: int
+    """Tokens T per row."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowRules:
+    """The shapes that micro-batches may have besides the config's own, and what rows cost."""
+
+    pair_cost: float = 0.0
+    """Cost of a query-key pair relative to the matrix products of one token; used to give rows equal work."""
+    micro_batch_cost: float = 0.0
+    """Cost of a micro-batch by itself, in tokens of a device (`podium.run.micro_batch_cost`)."""
+    tile: int = 1
+    """The row length of other shapes is a multiple of this."""
+    row_step: int = 1
+    """The rows of other shapes, over all devices, are a multiple of this."""
+    shapes: tuple[RowShape, ...] = ()
+    """The other shapes, chosen from the lengths of a step (`podium.train.batches.shapes`); empty before that."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """The shapes of a run's batches, which are the same in all steps, and how rows are filled."""
+    """The shapes of a run's batches, and how rows are filled.
+
+    The shape that the config sets, `rows` x `row_tokens`, takes every step; `rules` has the others.
+    """
 
     row_tokens: int
     """Tokens T per row; also the maximum length of a prompt with its completion."""
@@ -64,13 +92,30 @@ class BatchSizes:
     """Number of devices that share a micro-batch's rows; with several, rows are balanced."""
     pairs: bool = False
     """Whether the two completions of a group must share a row; rows are then not balanced."""
-    pair_cost: float = 0.0
-    """Cost of a query-key pair relative to the matrix products of one token; used to give rows equal work."""
+    rules: RowRules = RowRules()
 
     @property
     def max_micro_batches(self) -> int:
         """Maximum number K of micro-batches of an optimizer step."""
         return -(-self.max_rows // self.rows)
+
+    @property
+    def shape(self) -> RowShape:
+        """The shape of a micro-batch."""
+        return RowShape(self.rows, self.row_tokens)
+
+    def of_shape(self, shape: RowShape) -> "BatchSizes":
+        """The sizes of batches of one other shape, with arrays that are no larger than those of these."""
+        if shape == self.shape:
+            return dataclasses.replace(self, rules=dataclasses.replace(self.rules, shapes=()))
+        places = self.max_micro_batches * self.rows * self.row_tokens
+        return dataclasses.replace(
+            self,
+            rows=shape.rows,
+            row_tokens=shape.row_tokens,
+            max_rows=places // (shape.rows * shape.row_tokens) * shape.rows,
+            rules=dataclasses.replace(self.rules, shapes=()),
+        )
 
 
 def pair_cost(decoder: DecoderConfig) -> float:
@@ -325,7 +370,7 @@ class RunSpec:
             choices=0,
             ages=False,
             demonstrations=False,
-            pair_cost=pair_cost(role.decoder),
+            rules=RowRules(pair_cost=pair_cost(role.decoder)),
         )
 
     @property

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import jax
 
@@ -18,7 +17,7 @@ from podium.hosts.same_inputs import check_same_inputs, model_files, questions
 from podium.job.job_context import JobContext
 from podium.models.architecture import DecoderConfig, Lora
 from podium.models.params import count, frozen_specs, trained_specs
-from podium.observe.run_dir import Fork, run_home
+from podium.observe.run_dir import Fork, RunDir, run_home
 from podium.observe.summary import how_to_continue, versions
 from podium.observe.writers import MetricWriter
 from podium.run.divisible import check_tokens
@@ -32,6 +31,7 @@ from podium.sampling.groups import Source
 from podium.sampling.prompt_lengths import check_prompt_lengths, with_prompt_tokens
 from podium.sampling.sampler import Sampler
 from podium.sharding import Params, find_devices
+from podium.train.batches.run_shapes import LATER, RunShapes, read_shapes, write_shapes
 from podium.train.checkpoints.checkpoint import Checkpointer
 from podium.train.checkpoints.saving import Saving
 from podium.train.checkpoints.step_files import newest_whole_step
@@ -102,7 +102,8 @@ def open_run(
         state, saved, done = load_state(origin, newest, saving.checkpointer, around, config.algorithm.recipe)
         if run_dir.continued or run_dir.fork is not None:
             continue_records(saved, done, saving.checkpointer, around)
-        trainer = open_trainer(origin, rollouts.feed, run_dir.path)
+        trainer = open_trainer(origin, rollouts, run_dir)
+        trainer.shapes.begin(done)
         if rollouts.ahead.threads:
             trainer.compile_ahead(state, rollouts.ahead)
         go_on_sampling(rollouts, saved, state.params, trainer.frozen, done=done)
@@ -282,11 +283,11 @@ def continue_records(saved: HostState, done: int, checkpointer: Checkpointer, ar
     run_dir.truncate(done or -1)
 
 
-def open_trainer(origin: Origin, feed: Feed, folder: Path) -> Trainer:
+def open_trainer(origin: Origin, rollouts: Sampler, run_dir: RunDir) -> Trainer:
     """Load the run's other models that do not change, and make the trainer's programs.
 
-    `feed` makes the prompts of models that read other prompts than the policy. A batch that diverges is saved in
-    `folder`.
+    The feed of `rollouts` makes the prompts of models that read other prompts than the policy. A batch that diverges is
+    saved in the run's folder, which also keeps the shapes of batches.
     """
     spec, weights = origin.spec, origin.weights
     roles: list[LoadedRole] = []
@@ -296,7 +297,7 @@ def open_trainer(origin: Origin, feed: Feed, folder: Path) -> Trainer:
             LoadedRole(
                 role=role,
                 params={} if role.changes else weights.of(role),
-                own_prompts=OwnPrompts(of=feed.privileged, sizes=spec.batch_of(role)) if longer else None,
+                own_prompts=OwnPrompts(of=rollouts.feed.privileged, sizes=spec.batch_of(role)) if longer else None,
                 optimizer=origin.optimizers.get(role.name),
             )
         )
@@ -304,9 +305,14 @@ def open_trainer(origin: Origin, feed: Feed, folder: Path) -> Trainer:
         spec.recipe,
         TrainSettings(spec.decoder, weights.mesh, spec.update),
         origin.optimizers[POLICY],
-        sizes=spec.batch,
+        shapes=RunShapes(
+            spec.batch,
+            from_leader(lambda: read_shapes(run_dir.path)),
+            keep=lambda kept: write_shapes(run_dir.path, kept) if run_dir.writes else None,
+            later=LATER if rollouts.ahead.threads else 0,
+        ),
         schedule=spec.optimizer,
-        folder=folder,
+        folder=run_dir.path,
         frozen=weights.frozen,
         roles=roles,
     )

@@ -15,17 +15,19 @@ from podium.algorithms.recipes import TAUGHT_HIDDEN, Recipe
 from podium.compile_ahead import Call, CompileAhead
 from podium.hosts.distributed import is_leader, on_host
 from podium.observe.stats import BatchStats, LearnerStats, RewardPenalty, UpdateStats
-from podium.run.run_spec import SCORE, BatchSizes, OptimizerSpec
+from podium.run.run_spec import SCORE, BatchSizes, OptimizerSpec, RowShape
 from podium.sampling.groups import Group
 from podium.sharding import Params, to_devices
 from podium.train.batches.batch import Batch, make_batch
-from podium.train.batches.prepare import group_samples, log_ratios, prepare_step
+from podium.train.batches.prepare import group_lengths, group_samples, log_ratios, prepare_step
+from podium.train.batches.run_shapes import RunShapes
 from podium.train.learner import DivergedError, Learner, make_learner, update_learner
 from podium.train.optimizer.transforms import learning_rate
 from podium.train.scorers import LoadedRole, Scorer, compared_head, make_role_scorer, make_scorers
 from podium.train.state import TrainState, at_schedule_step, mixed, with_coefs
 from podium.train.step import (
     CompiledScore,
+    ScoreProgram,
     TrainSettings,
     TrainStep,
     abstract_batch,
@@ -46,7 +48,7 @@ class Trainer:
         settings: TrainSettings,
         optimizer: optax.GradientTransformation,
         *,
-        sizes: BatchSizes,
+        shapes: RunShapes,
         schedule: OptimizerSpec,
         folder: Path,
         frozen: Params | None = None,
@@ -54,7 +56,7 @@ class Trainer:
     ) -> None:
         """Make the programs; each is compiled on first use, or earlier (`compile_ahead`).
 
-        `sizes` holds the shapes of all batches; the learning rate follows `schedule`. A batch that diverges is saved in
+        `shapes` are those of all batches; the learning rate follows `schedule`. A batch that diverges is saved in
         `folder`. `frozen` holds the base weights of LoRA's adapters. `roles` are the other models that score batches;
         they must include all that the recipe needs.
         """
@@ -62,7 +64,7 @@ class Trainer:
         self.recipe = recipe
         self.settings = settings
         self.folder = folder
-        self.sizes = sizes
+        self.shapes = shapes
         self.programs = make_train_programs(settings, recipe, optimizer)
         self.train_step: TrainStep = self.programs.train_step
         self.learners: dict[str, Learner] = {}
@@ -86,6 +88,11 @@ class Trainer:
         return self.programs.score
 
     @property
+    def sizes(self) -> BatchSizes:
+        """The sizes of the next step's batches."""
+        return self.shapes.sizes
+
+    @property
     def fixed(self) -> Params:
         """The weights that updates read in addition to the state: the frozen ones, and the head of a model whose whole
         distributions are compared with the policy's.
@@ -98,12 +105,20 @@ class Trainer:
     def compile_ahead(self, state: TrainState, ahead: CompileAhead) -> None:
         """Start compiling the updates, and the scoring programs of models that change, for the arrays of `state`.
 
-        Each call waits for its own program. All other programs are compiled on their first call: for entropies, for
-        frozen models of other architectures, and for a user's scorers.
+        They are compiled for every shape of batches, the likeliest first. Each call waits for its own program. All
+        other programs are compiled on their first call: for entropies, for frozen models of other architectures, and
+        for a user's scorers.
         """
+        self._ahead = ahead
+        for shape in self.shapes.likely:
+            self._compile_shape(state, shape)
+
+    def _compile_shape(self, state: TrainState, shape: RowShape) -> None:
+        """Start compiling the programs for batches of one shape."""
+        sizes = self.shapes.own.of_shape(shape)
         width = next((each.decoder.width for each in self.scorers if each.name == TAUGHT_HIDDEN), 0)
-        scored = abstract_scored(self.sizes, self.recipe, self.settings, width=width)
-        plain = abstract_batch(make_batch([], self.sizes)[0], self.settings.computing)
+        scored = abstract_scored(sizes, self.recipe, self.settings, width=width)
+        plain = abstract_batch(make_batch([], sizes)[0], self.settings.computing)
         alone = at_schedule_step(dataclasses.replace(state, models={}, coefs={}), 0)
         calls = {UPDATE: Call(self.programs.train_step, (alone, scored, self.fixed))}
         policy = state.params | self.frozen
@@ -114,8 +129,12 @@ class Trainer:
             learned = at_schedule_step(state.learned(name), 0)
             calls[name] = Call(learner.step, (learned, dataclasses.replace(scored, choices=None)))
             calls[learner.role.phase] = Call(learner.score, (learned.params, dataclasses.replace(plain, choices=None)))
-        ahead.begin(calls.items())
-        self._ahead = ahead
+        self._ahead.begin((self._named(name, scored), call) for name, call in calls.items())
+
+    def _named(self, program: str, batch: Batch[jax.Array]) -> str:
+        """The name of the program for batches of this shape."""
+        shape = RowShape(*batch.tokens.shape[1:])
+        return program if shape == self.shapes.own.shape else f"{program} of {shape.rows} x {shape.row_tokens}"
 
     def prepare(
         self, state: TrainState, groups: Sequence[Group], demonstrations: Sequence[Group] = ()
@@ -124,8 +143,10 @@ class Trainer:
 
         `demonstrations` are mixed into the batches.
         """
-        self._ahead.wait(SCORE, SCORE_BASE, *(each.role.phase for each in self.learners.values()))
         recipe = self.recipe
+        if self.shapes.chooses:
+            lengths = group_lengths(groups, recipe, demonstrations)
+            self.shapes.choose(lengths, per_step=-(-len(lengths) // recipe.minibatches))
         if KL_COEF in state.coefs:
             recipe = dataclasses.replace(recipe, kl_coef=float(state.coefs[KL_COEF]))
         return prepare_step(
@@ -133,7 +154,7 @@ class Trainer:
             recipe,
             self.sizes,
             rules=self.settings.computing,
-            scorers=self._scorers(state),
+            scorers=self._ready_scorers(state),
             policy=state.params | self.frozen,
             demonstrations=demonstrations,
         )
@@ -142,8 +163,20 @@ class Trainer:
         """The log-ratio of policy to reference for each completion of a few groups, in order; used for preferences."""
         samples = [sample for n, group in enumerate(groups) for sample in group_samples(group, n, self.recipe)]
         policy = state.params | self.frozen
-        self._ahead.wait(SCORE, SCORE_BASE)
-        return log_ratios(samples, self.sizes, self.settings.computing, self._scorers(state), policy)
+        return log_ratios(samples, self.sizes, self.settings.computing, self._ready_scorers(state), policy)
+
+    def _ready_scorers(self, state: TrainState) -> tuple[Scorer, ...]:
+        """The scorers of a step, each of which waits until the programs for its batch's shape are compiled."""
+        names = (SCORE, SCORE_BASE, *(each.role.phase for each in self.learners.values()))
+
+        def waiting(program: ScoreProgram) -> ScoreProgram:
+            def score(params: Params, batch: Batch[jax.Array], /) -> jax.Array:
+                self._ahead.wait(*(self._named(name, batch) for name in names))
+                return program(params, batch)
+
+            return score
+
+        return tuple(dataclasses.replace(each, program=waiting(each.program)) for each in self._scorers(state))
 
     def _scorers(self, state: TrainState) -> tuple[Scorer, ...]:
         """The scorers of a step; for models that change, with the state's weights."""
@@ -173,7 +206,7 @@ class Trainer:
         Raises:
             DivergedError: the loss or the gradient of a model is not finite.
         """
-        self._ahead.wait(*self.learners)
+        self._ahead.wait(*(self._named(name, batch) for name in self.learners for batch in batches))
         models, learned = dict(state.models), dict[str, LearnerStats]()
         for name, learner in self.learners.items():
             models[name], stats = update_learner(
@@ -192,9 +225,10 @@ class Trainer:
             for name, follows in self.followers.items()
             if (step + 1) % follows.sync_every == 0
         }
-        return with_coefs(dataclasses.replace(state, models=models), coefs), dataclasses.replace(
-            updated, learners=learned
-        )
+        state = with_coefs(dataclasses.replace(state, models=models), coefs)
+        for shape in self.shapes.begin(step + 1):
+            self._compile_shape(state, shape)
+        return state, dataclasses.replace(updated, learners=learned)
 
     def _update_policy(
         self, state: TrainState, batches: Sequence[Batch[jax.Array]], step: int, coefs: dict[str, float]
@@ -212,8 +246,8 @@ class Trainer:
         rate = float(np.asarray(self.learning_rate(end - 1)))
         made: list[UpdateStats] = []
         fixed = self.fixed
-        self._ahead.wait(UPDATE)
         for position, batch in enumerate(todo, start=end - len(todo)):
+            self._ahead.wait(self._named(UPDATE, batch))
             applied = loss_coefs(self.recipe, coefs)
             given = self._with_coefs(batch, applied)
             state, metrics = self.train_step(at_schedule_step(state, position), given, fixed)

@@ -26,6 +26,7 @@ from podium.run.run_spec import ConversationSpec, Role, RunSpec
 from podium.sampling.sampler import rollout_rules
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batches.batch import make_batch
+from podium.train.batches.run_shapes import RunShapes
 from podium.train.batches.samples import single_answer
 from podium.train.scorers import LoadedRole, with_scores
 from podium.train.setup import make_run_optimizer, run_spec
@@ -73,7 +74,7 @@ def make_trainer(config: Config, reference: Any) -> Trainer:
         spec.recipe,
         TrainSettings(DECODER, mesh, spec.update),
         make_run_optimizer(spec.optimizer, DECODER),
-        sizes=spec.batch,
+        shapes=RunShapes(spec.batch),
         schedule=spec.optimizer,
         folder=Path(),
         roles=[] if reference is None else [LoadedRole(role=spec.roles["reference"], params=reference)],

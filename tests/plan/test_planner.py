@@ -30,6 +30,7 @@ from podium.plan.traced.resident_memory import residents
 from podium.settings import load_settings
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batches.batch import make_batch
+from podium.train.batches.run_shapes import RunShapes
 from podium.train.batches.samples import single_answer
 from podium.train.open import say_what_was_chosen
 from podium.train.scorers import LoadedRole, with_scores
@@ -73,7 +74,7 @@ class TrainerAndBatch:
             spec.recipe,
             settings,
             optimizer,
-            sizes=spec.batch,
+            shapes=RunShapes(spec.batch),
             schedule=spec.optimizer,
             folder=Path(),
             roles=[LoadedRole(role=spec.roles["reference"], params=reference)],

@@ -1,4 +1,5 @@
 import dataclasses
+import datetime
 import io
 import itertools
 import json
@@ -18,7 +19,7 @@ from podium.plan.search.largest import Largest
 from podium.plan.search.ranking import ranked
 from podium.plan.search.study import Outcome, cost_of
 from podium.plan.search.tunable_settings import SearchRange
-from podium.prices import Price, load_prices
+from podium.prices import Price, load_prices, months_old
 from tests.plan.made_plans import GIB, HBM, close, estimated, outcome, phases, plan, seconds, too_large, written
 
 PRICES = {"v6e": Price(usd_per_chip_hour=2.0, source="the shop", date="2026-01-02")}
@@ -184,6 +185,22 @@ def test_the_cost_is_chips_times_hours_times_price():
     )
 
 
+@pytest.mark.parametrize(
+    ("date", "age"), [("2026-01-02", 10), ("2026-05-29", 6), ("2026-05-30", 5), ("2025-12-01", 11)]
+)
+def test_a_price_ages_by_whole_months(date, age):
+    assert months_old(date, datetime.date(2026, 11, 29)) == age
+
+
+@pytest.mark.parametrize("days", [5, 200])
+def test_a_price_older_than_six_months_is_said_to_be(days):
+    date = (datetime.date.today() - datetime.timedelta(days)).isoformat()
+    made = plan(step=seconds(3.6))
+    price = Price(usd_per_chip_hour=2.0, source="the shop", date=date)
+    shown = " ".join(output(plan_sections(outcome(made, cost=cost_of(made, 100, {"v6e": price})))).split())
+    assert ("That price is 6 months old: set today's with --prices FILE" in shown) is (days == 200)
+
+
 def test_without_a_price_there_are_chip_hours_and_the_way_to_set_one():
     made = plan()
     cost = cost_of(made, 100, {})
@@ -326,7 +343,7 @@ def test_a_users_prices_replace_ours(tmp_path):
         ("v6e: [", "cannot be read"),
         ("- 1", "expected entries such as"),
         ("v6e: 2.7", "expected entries such as"),
-        ("v7: {}", "'v7' is not a kind of chip; write one of a100-40, a100-80, b200, h100"),
+        ("v7: {}", "'v7' is not a kind of chip; write one of a100-40, a100-80, a10g, a6000"),
         ("v6e: {usd: 2}", "v6e: expected usd_per_chip_hour, source, date; found usd"),
         ("v6e: {usd_per_chip_hour: free, source: a, date: 2026-01-01}", "expected a number above 0, got 'free'"),
         ("v6e: {usd_per_chip_hour: -1, source: a, date: 2026-01-01}", "expected a number above 0, got -1"),

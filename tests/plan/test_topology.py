@@ -17,7 +17,11 @@ from podium.accelerators import (
     usable_gpu_memory,
 )
 from podium.plan.calibration import load_chip
+from podium.plan.planner import make_plan
+from podium.plan.request.phase_sizes import Planned
 from podium.plan.request.topology import compiler_environment, gpu_target, missing_library, topology_devices
+from podium.run.machine import Machine
+from podium.settings import load_settings
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
@@ -110,7 +114,7 @@ def test_jax_takes_most_of_a_gpu_unless_the_user_says_otherwise(monkeypatch, nam
         ("v5e-24", "v5litepod-16, v5litepod-32"),
         ("a100-8", "a100-40-8, a100-80-8"),
         ("h800-8", "h100-8"),
-        ("rtx3090-1", "rtx4090-1"),
+        ("rtx3080-1", "rtx3090-1"),
         ("h100-12", "h100-8, h100-16"),
         ("rtx4090", "rtx4090-1, rtx4090-4, rtx4090-8"),
         ("a100-40", "a100-40-1, a100-40-4, a100-40-8"),
@@ -134,6 +138,57 @@ def test_machines_of_gpus_are_joined_where_their_network_has_a_figure():
         ValueError, match=r"l4-16: .*the bandwidth between machines.*plan for one machine, l4-8, or .*h100"
     ):
         find_accelerator("l4-16")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "kernels"),
+    [
+        ("t4-1", "float32", "none"),
+        ("v100-32-8", "float32", "none"),
+        ("a10g-1", "bfloat16", "gpu"),
+        ("b300-8", "bfloat16", "gpu"),
+        ("mi300x-8", "bfloat16", "none"),
+    ],
+)
+def test_a_gpus_capability_decides_number_format_and_kernels(name, dtype, kernels):
+    machine = Machine.planned(find_accelerator(name))
+    assert (machine.dtype, machine.kernels) == (dtype, kernels)
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "name"),
+    [
+        ("Tesla T4", "t4-1"),
+        ("Tesla V100-SXM2-32GB", "v100-32-1"),
+        ("NVIDIA A10G", "a10g-1"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80-1"),
+        ("NVIDIA L40", "l40-1"),
+        ("NVIDIA L40S", "l40s-1"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada-1"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000-1"),
+        ("NVIDIA GH200 480GB", "gh200-1"),
+        ("NVIDIA GB200", "gb200-1"),
+        ("AMD Instinct MI355X", "mi355x-1"),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GH200 144G HBM3e", None),
+    ],
+)
+def test_a_gpu_is_known_by_what_jax_calls_it(device_kind, name):
+    found = recognise(device_kind, 1)
+    assert (found and found.name) == name
+
+
+def test_a_tray_of_gb200_has_four_gpus():
+    assert (shape("gb200-4")[1:4], shape("gh200-1")[1:4]) == ((4, 1, 4), (1, 1, 1))
+    with pytest.raises(ValueError, match=r"gb200-8: .*plan for one machine, gb200-4, or"):
+        find_accelerator("gb200-8")
+
+
+def test_a_gpu_without_a_compiler_is_planned_by_its_figures_and_says_so():
+    config = load_settings([ROOT / "configs" / "demo.yaml"], [], {}).config
+    plan = make_plan(Planned.of(config, find_accelerator("mi300x-8")))
+    assert plan.estimate_only and plan.step is not None
+    assert any(note.startswith("planned by the figures of mi300x alone") for note in plan.notes)
 
 
 def test_several_slices_are_one_machine_whose_devices_are_counted_together():
@@ -181,9 +236,11 @@ def test_a_failure_for_another_reason_misses_no_library():
 
 
 @pytest.mark.parametrize("kind", GPUS)
-def test_every_gpu_has_a_target_of_its_memory_with_a_source(kind):
-    target = gpu_target(find_accelerator(f"{kind}-1"))
-    assert target.startswith("# Source: ") and f"device_memory_size: {GPUS[kind].memory}\n" in target
+def test_every_gpu_has_figures_and_a_target_of_its_memory_with_a_source(kind):
+    if GPUS[kind].compiled:
+        target, capability = gpu_target(find_accelerator(f"{kind}-1")), GPUS[kind].capability.split(".")
+        assert target.startswith("# Source: ") and f"device_memory_size: {GPUS[kind].memory}\n" in target
+        assert f"cuda_compute_capability {{ major: {capability[0]} minor: {capability[1]} " in target
     assert ("network_bandwidth" in json.loads((CHIPS / f"{kind}.json").read_text())["constants"]) == GPUS[
         kind
     ].networked
@@ -201,9 +258,10 @@ DESCRIBE_GPU = """
 import sys
 from podium.accelerators import GPUS, find_accelerator
 from podium.plan.request.topology import topology_devices
-for kind in GPUS:
-    devices = topology_devices(find_accelerator(f"{kind}-4"))
-    print(kind, len(devices), *{device.platform for device in devices})
+for kind, gpu in GPUS.items():
+    if gpu.compiled:
+        devices = topology_devices(find_accelerator(f"{kind}-1"))
+        print(kind, len(devices), *{(device.platform, device.compute_capability) for device in devices})
 print(*sorted({device.process_index for device in topology_devices(find_accelerator("h100-16"))}))
 """
 
@@ -215,7 +273,8 @@ def test_the_gpus_compiler_knows_every_gpu_and_machine():
         [sys.executable, "-c", DESCRIBE_GPU], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:-1] == [*(f"{kind} 4 gpu" for kind in GPUS), "0 1"]
+    described = (f"{kind} 1 ('gpu', '{gpu.capability}')" for kind, gpu in GPUS.items() if gpu.compiled)
+    assert done.stdout.split("\n")[:-1] == [*described, "0 1"]
 
 
 def test_the_compilers_environment_keeps_it_from_looking_for_a_tpu():
@@ -270,10 +329,11 @@ def test_the_compiler_has_the_devices_hosts_and_axes_of_the_table():
 @pytest.mark.parametrize("generation", sorted({each.generation for each in accelerators().values()}))
 def test_every_generation_has_constants_with_sources_and_factors_with_ranges(generation):
     raw = json.loads((ROOT / "podium" / "chips" / f"{generation}.json").read_text())
+    some = next(each for each in accelerators().values() if each.generation == generation)
     assert all(constant["source"] for constant in raw["constants"].values())
-    assert raw["constants"]["hbm_bytes"]["value"] > find_accelerator(f"{generation}-8").hbm_bytes
+    assert raw["constants"]["hbm_bytes"]["value"] > some.hbm_bytes
     chip = load_chip(generation)
-    of_launches = {"latency"} if find_accelerator(f"{generation}-8").platform == "gpu" else set()
+    of_launches = {"latency"} if some.platform == "gpu" else set()
     assert set(chip.calibration) == {"update", "prefill", "decode", "ici", "host", "host_s"} | of_launches
     assert (chip.peaks.kernel_s > 0) == bool(of_launches)
     assert 0 < chip.peaks.host_bandwidth < chip.peaks.hbm_bandwidth

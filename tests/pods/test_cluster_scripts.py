@@ -162,7 +162,12 @@ REFUSED = {
     "no claim": ("v6e-16", {"claim": None}, {}, "would be lost with the pods"),
     "relative": ("v6e-16", {}, {"runs_dir": "runs"}, "would be lost with the pods"),
     "no such type": ("v6e-17", {}, {}, "unknown accelerator"),
-    "TPU7x": ("tpu7x-8", {}, {}, "Google rents TPU7x on GKE alone, not as Cloud TPU VMs; its figures are not here yet"),
+    "TPU7x": (
+        "tpu7x-8",
+        {},
+        {},
+        "rents TPU7x on GKE and Compute Engine, not as Cloud TPU VMs; its figures",
+    ),
     "nodes of a slice": ("v6e-16", {"nodes": 3}, {}, "v6e-16 has 4 machines; .*--type 3xv6e-16"),
     "slices of one machine": ("2xv6e-8", {}, {}, "joins only slices of several machines, and v6e-8 has one"),
     "slices of GPUs": ("2xh100-8", {}, {}, "the number of GPUs says how many machines there are, as h100-16"),

@@ -4,23 +4,24 @@ import base64
 import contextlib
 import gzip
 import itertools
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from podium.job.job_records import STOPPED
+from podium.job.job_records import NO_JOB, STOPPED
 from podium.pods import commands
 from podium.pods.endings import Endings
 from podium.pods.gcloud import Finished, GcloudError
-from podium.pods.inventory import STARTED, STATE, STOP, label_text
+from podium.pods.inventory import LOST, STARTED, STATE, STOP, label_text
 from podium.pods.options import Rent, RunOptions
 from podium.pods.project import Project
 from podium.pods.rental import new_order
 from podium.pods.run_command import follow
 from podium.pods.secrets import Secrets
 from podium.pods.session import Session
-from podium.pods.slices import DeletedError, TakenError
+from podium.pods.slices import DeletedError, Slices, TakenError
 from podium.pods.world import World
 from tests.pods.clock import Clock
 from tests.pods.fake_gcloud import Cloud, Heard, made_spec
@@ -62,6 +63,18 @@ class Idle:
 
     def copy(self, worker: int, files: object, folder: str) -> int:
         raise AssertionError
+
+
+class Busy(Idle):
+    """Machines on which a job runs."""
+
+    def run(self, worker: int, command: str, timeout_s: float) -> tuple[int, str, str]:
+        if "agent status" not in command:
+            return super().run(worker, command, timeout_s)
+        mark = re.search(r'echo "(\w+) \$worker', command)
+        assert mark
+        status = json.dumps({**NO_JOB, "job": "run-1", "state": "running", "created": self.clock.time()})
+        return 0, f"{mark[1]} {worker} 0 {base64.b64encode(gzip.compress(status.encode())).decode()}\n", ""
 
 
 class Laptops(Cloud):
@@ -177,6 +190,36 @@ def test_down_deletes_what_it_has_found_and_nothing_that_was_rented_later(laptop
     laptops.gcloud.instant = instant
     commands.down(name="demo", project=None, dry_run=False)
     assert laptops.nodes() == machines != []
+
+
+@pytest.mark.parametrize("act", ["reap", "replace", "replace, as a reaper was about to"])
+@pytest.mark.parametrize("method", ["GET", "PATCH"])
+def test_a_job_that_was_started_after_the_look_keeps_its_slice(laptops, monkeypatch, act, method):
+    """The laptop sleeps after it has seen a slice that is idle, or machines that do not answer."""
+    session = laptops.session()
+    laptops.started(session)
+    if "reaper" in act:
+        laptops.project().slices.label(session.slice, {STATE: LOST})
+    laptops.clock.sleep(5 * 3600)
+    machines = laptops.nodes()
+    label = Slices.label
+
+    def labelled(slices, tpu_slice, labels) -> None:
+        laptops.gcloud.instant = instant
+        label(slices, tpu_slice, labels)
+
+    def instant(sent: str) -> None:
+        if sent == method:
+            laptops.gcloud.hosts = Busy(laptops.clock)
+
+    monkeypatch.setattr(Slices, "label", labelled)
+    if act == "reap":
+        assert "nothing was deleted" in reap(laptops, monkeypatch)
+    else:
+        session.replace()
+        session.rent()
+    assert laptops.nodes() == machines
+    assert session.observe().slice.mark == STARTED
 
 
 def test_a_stop_that_was_heard_is_remembered_when_the_slice_is_gone(laptops):

@@ -60,7 +60,7 @@ def spread(rows: list[list[Chunk]], samples: list[Lengths]) -> float:
 def test_rows_of_a_step_differ_by_less_than_five_percent(groups, completions, rows, row_tokens, packing, seed):
     samples = [sample.lengths for sample in make_samples(groups, completions, 1024, seed)]
     first = pack_rows(samples, row_tokens=row_tokens, packing=packing)
-    found = balanced_rows(samples, row_tokens=row_tokens, packing=packing, rows=rows, pair_cost=PAIR_COST)
+    found = balanced_rows(first, samples, row_tokens=row_tokens, packing=packing, rows=rows, pair_cost=PAIR_COST)
     assert sorted(index for row in found for chunk in row for index in chunk) == list(range(len(samples)))
     assert max(sum(chunk_tokens(chunk, samples) for chunk in row) for row in found) <= row_tokens
     assert len(found) == -(-len(first) // rows) * rows  # as many micro-batches as before, all of them full
@@ -84,8 +84,9 @@ def test_rows_of_equal_tokens_are_not_of_equal_work_where_attention_counts():
     lengths = [1000] + [100] * 30
     samples = [Lengths(group=n, shown=0, own=own) for n, own in enumerate(lengths)]
     options = {"row_tokens": 2000, "packing": "sequences", "rows": 4}
-    cheap = balanced_rows(samples, **options, pair_cost=0.0)
-    dear = balanced_rows(samples, **options, pair_cost=0.01)
+    packed = pack_rows(samples, row_tokens=2000, packing="sequences")
+    cheap = balanced_rows(packed, samples, **options, pair_cost=0.0)
+    dear = balanced_rows(packed, samples, **options, pair_cost=0.01)
     alone = {name: min(len(row) for row in rows) for name, rows in (("cheap", cheap), ("dear", dear))}
     assert alone == {"cheap": 1, "dear": 1}
     others = [sum(samples[i].own for chunk in row for i in chunk) for row in dear if len(row) > 1]
@@ -95,6 +96,10 @@ def test_rows_of_equal_tokens_are_not_of_equal_work_where_attention_counts():
 @pytest.mark.parametrize("packing", ["none", "sequences", "shared_prompts"])
 def test_few_samples_are_not_an_error(packing):
     options = {"row_tokens": 2048, "packing": packing, "rows": 8, "pair_cost": PAIR_COST}
-    assert balanced_rows([], **options) == []
+    assert balanced_rows([], [], **options) == []
     samples = [sample.lengths for sample in make_samples(1, 2, 50, 0)]
-    assert sorted(index for row in balanced_rows(samples, **options) for chunk in row for index in chunk) == [0, 1]
+    packed = pack_rows(samples, row_tokens=2048, packing=packing)
+    assert sorted(index for row in balanced_rows(packed, samples, **options) for chunk in row for index in chunk) == [
+        0,
+        1,
+    ]

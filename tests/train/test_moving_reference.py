@@ -24,6 +24,7 @@ from tiny_runs import (
 from podium.config.errors import ConfigError
 from podium.observe.run_dir import Fork
 from podium.settings import load_settings
+from podium.train.batches.run_shapes import RunShapes
 from podium.train.loop import train
 from podium.train.scorers import LoadedRole
 from podium.train.setup import make_run_optimizer
@@ -60,7 +61,7 @@ def test_it_moves_after_every_so_many_steps_and_the_loss_compares_with_it():
         spec.recipe,
         settings,
         optimizer,
-        sizes=spec.batch,
+        shapes=RunShapes(spec.batch),
         schedule=spec.optimizer,
         folder=Path(),
         roles=[LoadedRole(role=spec.roles["reference"], params={})],

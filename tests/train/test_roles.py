@@ -19,6 +19,7 @@ from podium.plan.request.phase_sizes import sizes_on
 from podium.plan.request.step_calls import update_calls
 from podium.plan.result import part_of
 from podium.plan.traced.estimate import estimate
+from podium.train.batches.run_shapes import RunShapes
 from podium.train.scorers import LoadedRole, make_role_scorer, make_scorers
 from podium.train.state import init_state
 from podium.train.step import make_score
@@ -42,7 +43,9 @@ def test_a_second_teacher_scores_the_batches_of_a_step():
         Recipe(advantage=partial(by_second_teacher), mean="token"),
         [LoadedRole(role=SECOND, params=WEIGHTS)],
     )
-    trainer = Trainer(recipe, settings, sgd(), sizes=spec.batch, schedule=spec.optimizer, folder=Path(), roles=roles)
+    trainer = Trainer(
+        recipe, settings, sgd(), shapes=RunShapes(spec.batch), schedule=spec.optimizer, folder=Path(), roles=roles
+    )
     (batch,), _ = trainer.prepare(init_state(make_params(rules_of()), sgd()), groups_of())
     mask = np.asarray(batch.mask) > 0
     scores = np.asarray(make_score(settings._replace(decoder=SECOND.decoder))(WEIGHTS, batch))

@@ -39,6 +39,7 @@ from podium.run.resolve import resolve_recipe
 from podium.sharding import Params
 from podium.train.batches.batch import Batch, make_batch
 from podium.train.batches.prepare import prepare_step
+from podium.train.batches.run_shapes import RunShapes
 from podium.train.loop import train
 from podium.train.scorers import LoadedRole, make_role_program, make_role_scorer, make_scorers
 from podium.train.setup import (
@@ -248,7 +249,7 @@ def test_a_teacher_that_is_the_base_of_the_adapters_has_no_copy_and_scores_as_on
             spec.recipe,
             settings,
             optimizer,
-            sizes=spec.batch,
+            shapes=RunShapes(spec.batch),
             schedule=spec.optimizer,
             folder=Path(),
             frozen=frozen,

@@ -33,6 +33,7 @@ from podium.tasks.mixture import TaskPrompt
 from podium.tasks.task import Prompt, Reward
 from podium.train.batches.batch import BatchSizes, make_batch, take
 from podium.train.batches.prepare import group_samples
+from podium.train.batches.run_shapes import RunShapes
 from podium.train.batches.samples import Sample, single_answer
 from podium.train.optimizer.transforms import make_optimizer
 from podium.train.recorder import completion_stats
@@ -239,7 +240,7 @@ def _trainer(devices: int, reference: bool, temperature: float, changes: str) ->
         spec.recipe,
         settings,
         _optimizer(config),
-        sizes=spec.batch,
+        shapes=RunShapes(spec.batch),
         schedule=spec.optimizer,
         folder=Path(),
         roles=[] if first is None else [LoadedRole(role=spec.roles["reference"], params=first)],

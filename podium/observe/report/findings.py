@@ -237,7 +237,8 @@ def mostly_padding(run: RunRecords) -> Finding | None:
         "hint",
         "More than half of the update's positions are padding",
         f"{share:.0%} of row positions are padding",
-        "Lower train.tokens_per_device or train.rows_per_device, so that rows are filled.",
+        "Lower train.tokens_per_device or train.rows_per_device, so that rows are filled; on a TPU or GPU, steps take"
+        " smaller shapes from the ninth on.",
     )
 
 

@@ -188,7 +188,7 @@ def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: M
         once = walk(module, mesh, once=True)
         size = sum(array.bytes for array in arrays)
         doubted = doubts(text, module, once=once, counted=built.counted, arrays=size, peak=built.memory.peak)
-        traced_flops = _traced_flops(job, lowered, doubted)
+        traced_flops = _traced_flops(job, lowered)
     return CompiledPhase(
         memory=built.memory,
         parts=parts,
@@ -203,19 +203,18 @@ def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: M
     )
 
 
-def _traced_flops(job: Job, lowered: "jax.stages.Lowered", doubted: list[str]) -> float:
-    """Operations of a program that computes a batch as it was traced, each loop of unknown length once; 0 for others.
+def _traced_flops(job: Job, lowered: "jax.stages.Lowered") -> float:
+    """Operations of a program that computes a batch as it was traced, each loop of unknown length once.
 
-    If they cannot be counted, a sentence is added to `doubted`.
+    0 for other programs, and if the program holds something that only a compiler understands.
     """
-    from podium.plan.traced.absent_devices import measure_lowered
+    from podium.plan.traced.absent_devices import lowered_flops
 
     if calibration_kind(job.phase) != "update":
         return 0.0
     try:
-        return measure_lowered(lowered, job.accelerator).cost.flops
-    except UNREADABLE as error:
-        doubted.append(f"its operations cannot be counted as traced ({type(error).__name__}: {str(error)[:200]})")
+        return lowered_flops(lowered)
+    except UNREADABLE:
         return 0.0
 
 

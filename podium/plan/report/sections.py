@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import datetime
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -17,7 +18,7 @@ from podium.plan.search.largest import Largest
 from podium.plan.search.ranking import MOST_DEVICES, Ranking, by_price
 from podium.plan.search.study import Outcome, RunCost
 from podium.plan.traced.over_floor import copies
-from podium.prices import HOUR_S
+from podium.prices import HOUR_S, OLD_MONTHS, months_old
 
 SHOWN = 12  # machines listed in a ranking
 MOST_PARTS = 9  # parts of memory shown separately in a bar
@@ -357,8 +358,11 @@ def _cost(cost: RunCost, plan: Plan) -> str:
     if cost.usd is None:
         return f"{line}; the price of {plan.accelerator} is unknown: set one with --prices FILE"
     price = f"{cost.usd_per_chip_hour:.2f} per chip-hour ({cost.price_source}, {cost.price_date})"
+    months = months_old(cost.price_date, datetime.date.today()) if cost.price_date else 0
+    old = f". That price is {months} months old: set today's with --prices FILE" if months >= OLD_MONTHS else ""
     return (
         f"{line}, {text.with_range(cost.usd)} US dollars at {price}; excluding compilation, evaluations and checkpoints"
+        f"{old}"
     )
 
 

@@ -10,9 +10,10 @@ import numpy as np
 from podium.config.attention_blocks import KERNELS, Backend, cut
 from podium.models.attention.mask_rule import block_pairs
 from podium.plan.request.workload import SequenceLengths, content
-from podium.run.run_spec import BatchSizes, Packing
+from podium.run.run_spec import BatchSizes
 from podium.train.batches.balance import Lengths
-from podium.train.batches.packing import Chunk, pack_rows
+from podium.train.batches.packing import Chunk
+from podium.train.batches.shapes import pack
 
 
 class PackedRows(NamedTuple):
@@ -31,21 +32,19 @@ class _Packing:
 
     content: Hashable
     lengths: SequenceLengths = dataclasses.field(compare=False)
-    row_tokens: int
-    packing: Packing
+    sizes: BatchSizes
     minibatches: int
     blocks: tuple[int, int]
     """Blocks of a row in attention kernels, and tokens of each."""
 
 
 def packed_rows(lengths: SequenceLengths, sizes: BatchSizes, *, minibatches: int, attention: Backend) -> PackedRows:
-    """Pack a step's completions as the trainer does. Rows of a device (`sizes.rows`) do not matter."""
+    """Pack a step's completions as the trainer does."""
     return _packed(
         _Packing(
             content=content(lengths),
             lengths=lengths,
-            row_tokens=sizes.row_tokens,
-            packing=sizes.packing,
+            sizes=sizes,
             minibatches=minibatches,
             blocks=cut(attention, sizes.row_tokens),
         )
@@ -69,7 +68,7 @@ def _packed(given: _Packing) -> PackedRows:
             Lengths(group=len(lengths.prompts) + row, shown=int(mixed_in[row, 0]) - 1, own=int(mixed_in[row, 1]))
             for row in own.tolist()
         ]
-        found = pack_rows(samples, row_tokens=given.row_tokens, packing=given.packing)
+        found = pack(samples, given.sizes).rows
         rows.append(len(found))
         seen += sum(_seen_blocks(row, samples, *given.blocks) for row in found)
     return PackedRows(tuple(rows), seen)

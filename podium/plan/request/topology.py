@@ -85,8 +85,8 @@ def target_of(accelerator: Accelerator) -> list[object]:
 
 
 def check_compiler(accelerator: Accelerator) -> None:
-    """Check that the compiler for an accelerator is installed. Raises ValueError if it is missing."""
-    if accelerator.platform == "cpu":  # its compiler is jaxlib's
+    """Check that the compiler for an accelerator is installed, if there is one. Raises ValueError if it is missing."""
+    if accelerator.platform == "cpu" or not accelerator.compiled:  # jaxlib's compiler, or none
         return
     kind = accelerator.platform.upper()
     found = ["libtpu"] if kind == "TPU" else GPU_PLUGINS

@@ -209,11 +209,9 @@ class Halves:
         changes = self._changes(values)
         changed, run = planned.changed_settings(changes), planned.sizes
         spec = run.spec
-        spec = dataclasses.replace(
-            spec,
-            batch=resolve_batch(changed, spec.recipe, run.decoder, run.mesh),
-            update=resolve_update(changed, spec.recipe, spec.machine, run.mesh),
-        )
+        update = resolve_update(changed, spec.recipe, spec.machine, run.mesh)
+        batch = resolve_batch(changed, spec.recipe, run.decoder, machine=spec.machine, mesh=run.mesh, update=update)
+        spec = dataclasses.replace(spec, batch=batch, update=update)
         sized, count = packed_run(RunSizes(spec=spec), self.drawn)
         phases, seconds = self._cost(update_calls(sized, count), sized)
         remat, grouped = values["train.remat"], spec.update.row_groups > 1

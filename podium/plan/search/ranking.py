@@ -103,7 +103,7 @@ def rank_machines(study: Study) -> Ranking:
     for _ in range(0 if study.fast else MOST_TRIED):
         ranking = _fitting(known.values())
         compiled = [each for each in ranking if not each.plan.estimate_only]
-        able = [each for each in ranking if each.case.machine.platform not in missing]
+        able = [each for each in ranking if each.case.machine.compiled and each.case.machine.platform not in missing]
         if len(compiled) >= COMPILED and able and able[0] is compiled[0]:
             break
         case = next((each.case for each in able if each.plan.estimate_only), None)

@@ -1,1 +1,1 @@
-"""Plans from closed forms, without a compiler."""
+"""Plans without a compiler: closed forms, and programs that are traced and read."""

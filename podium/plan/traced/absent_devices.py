@@ -13,7 +13,8 @@ from podium.plan.calibration import find_chip
 from podium.plan.compiled.phases import PhaseProgram, phase_programs
 from podium.plan.traced.fusion import COMPILERS
 from podium.plan.traced.lifetimes import TracedMachine, TracedMemory, measure
-from podium.plan.traced.lowered_program import read_program
+from podium.plan.traced.lowered_program import DeviceProgram, read_program
+from podium.plan.traced.simplification import simplify
 from podium.run.run_spec import RunSpec
 from podium.sharding import make_mesh
 
@@ -39,6 +40,7 @@ class AbsentDevice:
     platform: str
     device_kind: str
     slice_index: int = 0
+    compute_capability: str = ""
     core_on_chip: int = 0
     num_cores: int = 1
 
@@ -78,7 +80,14 @@ def absent_devices(accelerator: Accelerator) -> list[AbsentDevice]:
     kind = next(known, accelerator.generation)
     per_host, per_slice = (max(1, accelerator.devices // count) for count in (accelerator.hosts, accelerator.slices))
     return [
-        AbsentDevice(number, number // per_host, accelerator.platform, kind, number // per_slice)
+        AbsentDevice(
+            id=number,
+            process_index=number // per_host,
+            platform=accelerator.platform,
+            device_kind=kind,
+            slice_index=number // per_slice,
+            compute_capability=accelerator.capability,
+        )
         for number in range(accelerator.devices)
     ]
 
@@ -100,6 +109,18 @@ def trace_memory(program: PhaseProgram, accelerator: Accelerator) -> TracedMemor
 
 def measure_lowered(lowered: jax.stages.Lowered, accelerator: Accelerator) -> TracedMemory:
     """The memory and cost of a lowered program on one device. Raises UnknownOperation."""
-    chip, module = find_chip(accelerator.generation), lowered.compiler_ir()
+    chip = find_chip(accelerator.generation)
+    return measure(_read(lowered), TracedMachine(COMPILERS[accelerator.platform], chip and chip.peaks))
+
+
+def lowered_flops(lowered: jax.stages.Lowered) -> float:
+    """Operations of a lowered program on one device, each loop of unknown length once. Raises UnknownOperation."""
+    body = _read(lowered).body
+    simplify(body)
+    return body.flops
+
+
+def _read(lowered: jax.stages.Lowered) -> DeviceProgram:
+    module = lowered.compiler_ir()
     assert module is not None  # jax lowers to StableHLO
-    return measure(read_program(module), TracedMachine(COMPILERS[accelerator.platform], chip and chip.peaks))
+    return read_program(module)

@@ -9,9 +9,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from podium.hlo.cost import Peaks
-from podium.plan.traced.fusion import Compiler, Kernel, hoist, kernels, simplify
+from podium.plan.traced.fusion import Compiler, Kernel, kernels
 from podium.plan.traced.lowered_program import Array, Body, DeviceProgram, Operation
 from podium.plan.traced.operation_table import TO_MEMORY, Kind
+from podium.plan.traced.simplification import hoist, simplify
 from podium.plan.traced.transfers import gathers_late, sums_end
 
 
@@ -39,9 +40,9 @@ class TracedMemory:
     """What a program needs on one device."""
 
     arguments: int
-    """Bytes of its arguments, and of the results that are not written over them."""
+    """Bytes of its arguments."""
     temporary: int
-    """Bytes beside them where they are most."""
+    """Bytes of its other arrays, results included, where they are most."""
     cost: TracedCost
     largest: tuple[tuple[int, Array], ...]
     """The arrays beside the arguments there, in descending order of bytes."""
@@ -78,12 +79,15 @@ class TracedMachine:
     compiler: Compiler
     peaks: Peaks | None
     """Rates of a device; None if they are unknown, and transfers then take no time."""
+    kernel_rows: frozenset[int] = frozenset()
+    """Sizes of the last dimensions of what the program's Pallas kernels read."""
 
 
 def measure(program: DeviceProgram, machine: TracedMachine) -> TracedMemory:
     """The memory and cost of a program on one device, which is simplified in place."""
     body = program.body
     simplify(body)
+    machine = dataclasses.replace(machine, kernel_rows=frozenset(_kernel_rows(body)))
     if machine.compiler.hoists:
         hoist(body)
     found = _Schedule(machine, body, donated=[body.given[number] for number in program.donated])
@@ -138,6 +142,7 @@ class _Schedule:
                 self.inside[kernel], cost = self.loop(kernel.operation)
                 self.cost += cost
         self.find_homes()
+        self.stacks = {read for kernel in self.kernels for read in _stacks(kernel.operation)}
         self.sizes = {write: self.size(kernel, write) for kernel in self.kernels for write in kernel.writes}
         self.sizes |= {array: array.bytes for array in self.owned} | dict.fromkeys(donated, 0)
         self.write_into_stacks()
@@ -192,9 +197,9 @@ class _Schedule:
         """Bytes that a kernel's result needs of its own."""
         if write in self.homes:
             return 0
-        if kernel.operation.kernel and len(write.shape) > 1:
-            return _padded(write, self.compiler.lanes)
-        return write.bytes
+        # Kernels read and write rows of whole lanes; what a loop keeps for kernels lies as they read it.
+        in_rows = kernel.operation.kernel or (write in self.stacks and write.shape[-1] in self.machine.kernel_rows)
+        return _padded(write, self.compiler.lanes) if in_rows and len(write.shape) > 1 else write.bytes
 
     def write_into_stacks(self) -> None:
         """Let what is only put into a stack be computed there, by kernels whose results a compiler can redirect."""
@@ -335,6 +340,23 @@ def _unchanged(loop: Operation, number: int) -> bool:
     """Whether a loop only reads what is its operand and result of a number."""
     (body,) = loop.bodies
     return body.given[number] is body.results[number]
+
+
+def _kernel_rows(body: Body) -> Iterator[int]:
+    for each in body.operations:
+        for inner in each.bodies:
+            yield from _kernel_rows(inner)
+        if each.kernel:
+            yield from (read.shape[-1] for read in each.reads if len(read.shape) > 2)
+
+
+def _stacks(loop: Operation) -> Iterator[Array]:
+    """The arrays in which a loop keeps a part of each round."""
+    if loop.name == "while":
+        (body,) = loop.bodies
+        for read, result in zip(loop.reads, body.results, strict=True):
+            if result.maker is not None and result.maker.name == "dynamic_update_slice" and len(read.shape) > 3:
+                yield read
 
 
 def _padded(array: Array, lanes: int) -> int:

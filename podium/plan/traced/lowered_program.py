@@ -6,13 +6,12 @@ change it. Functions are inlined; a loop's body is kept with the number of its r
 """
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
 
 from jaxlib.mlir import ir, passmanager
-from jaxlib.mlir.dialects import sdy
+from jaxlib.mlir.dialects import sdy, stablehlo
 
 from podium.plan.traced.operation_table import (
     KERNELS,
@@ -29,7 +28,7 @@ PARTITION = (
     "sdy-reshard-to-collectives))"
 )
 """Shardy's passes: shardings of all arrays, and the collectives between different ones."""
-BITS = {"i1": 8, "f8E4M3FN": 8, "f8E5M2": 8, "f8E8M0FNU": 8, "f4E2M1FN": 4}
+BITS = {"i1": 8, "complex<f32>": 64, "f8E4M3FN": 8, "f8E5M2": 8, "f8E8M0FNU": 8, "f4E2M1FN": 4}
 """Bits of an element in memory, of types whose name does not say them."""
 MOVES = ("broadcast_in_dim", "dynamic_slice", "reshape", "slice", "transpose")
 """Operations whose result lies where their first operand does."""
@@ -63,11 +62,10 @@ class Array:
         """The number of its elements."""
         return math.prod(self.shape)
 
-    @functools.cached_property
+    @property
     def bits(self) -> int:
         """Bits of an element."""
-        digits = re.search(r"\d+", self.dtype)
-        return BITS.get(self.dtype) or int(digits[0] if digits else 32)
+        return BITS.get(self.dtype) or int(re.sub(r"\D", "", self.dtype))
 
     @property
     def bytes(self) -> int:
@@ -85,6 +83,12 @@ class Body:
     given: list[Array]
     operations: list["Operation"]
     results: list[Array]
+
+    @property
+    def flops(self) -> float:
+        """Operations of a run: a loop of unknown length counts once, and a choice as its dearest branch."""
+        loops = ((each.trips or 1) * max(body.flops for body in each.bodies) for each in self.operations if each.bodies)
+        return sum(each.flops for each in self.operations) + sum(loops)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -146,6 +150,7 @@ class _Reader:
                 self.functions[name] = each.operation
 
     def program(self) -> DeviceProgram:
+        """Read the function `main`, which calls all others."""
         main = self.functions["main"]
         block = main.regions[0].blocks[0]
         attributes = [{}] * len(block.arguments)
@@ -167,16 +172,15 @@ class _Reader:
 
     def array(self, kind: ir.Type, sharding: sdy.TensorShardingAttr | None) -> Array:
         """An array of a type that Shardy has split as it says."""
-        tensor = kind if isinstance(kind, ir.RankedTensorType) else None
-        if tensor is None:
-            return Array((), "token")
-        shape = list(tensor.shape)
+        if not isinstance(kind, ir.RankedTensorType):
+            return Array((), "i0")  # a token, which orders effects
+        shape = list(kind.shape)
         if sharding is not None:
             sizes = self.mesh(sharding)
             for at, each in enumerate(sharding.dimension_shardings):
                 parts = math.prod(_parts(axis, sizes) for axis in sdy.DimensionShardingAttr(each).axes)
                 shape[at] = -(-shape[at] // parts)
-        return Array(tuple(shape), str(tensor.element_type))
+        return Array(tuple(shape), str(kind.element_type))
 
     def mesh(self, sharding: sdy.TensorShardingAttr) -> Mapping[str, int]:
         """The sizes of the axes of a sharding's mesh; none if it has no axes."""
@@ -316,26 +320,18 @@ def _product_flops(own: ir.Operation, found: Operation) -> float:
     """Operations of a product on this device; a multiply-add counts as two."""
     left, right, out = *found.reads[:2], found.writes[0]
     if found.name == "convolution":
-        numbers = str(own.attributes["dimension_numbers"])
-        outputs = re.search(r"x\[([^\]]*)\]", numbers)
-        channels = right.shape[outputs[1].replace(" ", "").split(",").index("o")] if outputs else 1
-        return 2.0 * out.elements * right.elements / channels
-    contracted = re.search(
-        r"lhs_contracting_dimensions = \[([^\]]*)\]", text := str(own.attributes["dot_dimension_numbers"])
-    )
-    if contracted is None:
-        contracted = re.search(r"contracting_dimensions = \[([^\]]*)\]", text)
-    depth = math.prod(left.shape[int(at)] for at in (contracted[1].split(",") if contracted and contracted[1] else ()))
-    return 2.0 * out.elements * depth
+        numbers = stablehlo.ConvDimensionNumbers(own.attributes["dimension_numbers"])
+        return 2.0 * out.elements * right.elements / right.shape[numbers.kernel_output_feature_dimension]
+    numbers = stablehlo.DotDimensionNumbers(own.attributes["dot_dimension_numbers"])
+    return 2.0 * out.elements * math.prod(left.shape[at] for at in numbers.lhs_contracting_dimensions)
 
 
 def _free(bodies: Sequence[Body]) -> list[Array]:
-    """Arrays that bodies read and neither are given nor make."""
-    made = {id(array) for body in bodies for each in body.operations for array in each.writes}
-    made |= {id(array) for body in bodies for array in body.given}
+    """Arrays that branches read and do not make."""
+    made = {array for body in bodies for each in body.operations for array in each.writes}
     read = [array for body in bodies for each in body.operations for array in each.reads]
     read += [array for body in bodies for array in body.results]
-    return list({id(array): array for array in read if id(array) not in made}.values())
+    return [array for array in dict.fromkeys(read) if array not in made]
 
 
 def _trips(condition: ir.Block, found: Operation, known: Mapping[ir.Value, Array]) -> int | None:

@@ -21,6 +21,10 @@ class Kind(enum.Enum):
     BARRIER = "its operands, none of which may be used before all are there"
 
 
+SEPARATE = (Kind.PRODUCT, Kind.OWN, Kind.TRANSFER, Kind.LOOP, Kind.BARRIER)
+"""Kinds that are kernels by themselves."""
+
+
 def _named(text: str, kind: Kind) -> dict[str, Kind]:
     return dict.fromkeys(re.findall(r"\S+", text), kind)
 
@@ -43,10 +47,10 @@ KINDS: dict[str, Kind] = {
         Kind.DEAR,
     ),
     **_named("reduce", Kind.REDUCE),
-    **_named("dot dot_general convolution ragged_dot", Kind.PRODUCT),
+    **_named("dot_general convolution", Kind.PRODUCT),
     **_named(
-        """custom_call dynamic_update_slice gather reduce_window rng rng_bit_generator scatter sort top_k
-        triangular_solve cholesky fft""",
+        """custom_call dynamic_update_slice gather reduce_window rng rng_bit_generator scatter sort
+        top_k""",
         Kind.OWN,
     ),
     **_named("all_gather all_reduce all_to_all collective_broadcast collective_permute reduce_scatter", Kind.TRANSFER),

@@ -1,6 +1,6 @@
 """Turns samples into the numpy arrays of an update: packs them into rows, shifts targets, and computes weights.
 
-`podium.train.batches.packing` decides which completions share a row.
+`podium.train.batches.shapes` decides the shape of micro-batches, and `packing` there which completions share a row.
 """
 
 import dataclasses
@@ -13,8 +13,9 @@ import numpy as np
 from podium.models.blocks.choices import unknown_choice
 from podium.run.run_spec import BatchSizes
 from podium.sharding import A
-from podium.train.batches.packing import Chunk, balanced_rows, chunk_tokens, pack_rows
+from podium.train.batches.packing import Chunk, balanced_rows, chunk_tokens
 from podium.train.batches.samples import Sample
+from podium.train.batches.shapes import pack
 
 
 @jax.tree_util.register_dataclass
@@ -56,17 +57,18 @@ class TokenSpan:
 
 
 def make_batch(samples: Sequence[Sample], sizes: BatchSizes) -> tuple[Batch[np.ndarray], list[TokenSpan]]:
-    """Pack the samples of one optimizer step into micro-batches.
+    """Pack the samples of one optimizer step into micro-batches, of the shape that takes least time.
 
     Returns:
         The batch (numpy arrays, without scores), and each sample's span.
     """
-    rows, T = sizes.rows, sizes.row_tokens
     lengths = [sample.lengths for sample in samples]
-    if sizes.devices == 1 or sizes.pairs:
-        packed = pack_rows(lengths, row_tokens=T, packing=sizes.packing)
-    else:
-        packed = balanced_rows(lengths, row_tokens=T, packing=sizes.packing, rows=rows, pair_cost=sizes.pair_cost)
+    sizes, packed = pack(lengths, sizes)
+    rows, T = sizes.rows, sizes.row_tokens
+    if sizes.devices > 1 and not sizes.pairs:
+        packed = balanced_rows(
+            packed, lengths, row_tokens=T, packing=sizes.packing, rows=rows, pair_cost=sizes.rules.pair_cost
+        )
     shape = (-(-sizes.max_rows // rows) * rows, T)
     dtypes = _ARRAYS | ({"ages": np.int32} if sizes.ages else {})
     dtypes |= {"likelihoods": np.float32} if sizes.demonstrations else {}

@@ -6,6 +6,7 @@ token is predicted, followed by the completion without its last token. So a prom
 group.
 """
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -28,17 +29,18 @@ def pack_rows(samples: Sequence[Lengths], *, row_tokens: int, packing: Packing) 
 
 
 def balanced_rows(
-    samples: Sequence[Lengths], *, row_tokens: int, packing: Packing, rows: int, pair_cost: float
+    packed: list[list[Chunk]],
+    samples: Sequence[Lengths],
+    *,
+    row_tokens: int,
+    packing: Packing,
+    rows: int,
+    pair_cost: float,
 ) -> list[list[Chunk]]:
-    """Pack samples into balanced rows: as many micro-batches of `rows` as `pack_rows` needs, with rows of nearly equal
-    work.
+    """Balance packed rows: as many micro-batches of `rows` as before, with rows of nearly equal work.
 
     Without packing, each row is one sample. `pair_cost` is as in `podium.train.batches.balance.balance`.
-
-    Raises:
-        ValueError: a prompt with its completion is longer than a row.
     """
-    packed = pack_rows(samples, row_tokens=row_tokens, packing=packing)
     if packing == "none":
         return packed
     shared = packing == "shared_prompts"
@@ -49,6 +51,40 @@ def balanced_rows(
     count = -(-len(packed) // rows) * rows
     found = balance(together, lengths, rows=count, row_tokens=row_tokens, pair_cost=pair_cost)
     return [[list(chunk) for _, chunk in itertools.groupby(row, lambda index: lengths[index].group)] for row in found]
+
+
+def divide_rows(samples: Sequence[Lengths], *, row_tokens: int) -> list[list[Chunk]]:
+    """Pack samples into rows that share prompts, where a group may continue in another row, behind its prompt again.
+
+    Groups are placed from the longest to the shortest, and the longest completions of each first: behind the prompt in
+    a row that has it, or else in the fullest row with room for both.
+
+    Raises:
+        ValueError: a prompt with its completion is longer than a row.
+    """
+    groups: dict[int, list[int]] = {}
+    for (index,) in _chunks(samples, row_tokens, False):
+        groups.setdefault(samples[index].group, []).append(index)
+    rows: list[list[Chunk]] = []
+    room: list[tuple[int, int]] = []  # tokens left and row, in order
+    for group in sorted(groups.values(), key=lambda group: -chunk_tokens(group, samples)):
+        held: list[tuple[int, int]] = []  # the same, of rows that have the prompt; these are not in `room`
+        for index in sorted(group, key=lambda index: -samples[index].own):
+            needed, found = samples[index].own, held
+            place = bisect.bisect_left(held, (needed, 0))
+            if place == len(held):
+                needed, found = needed + samples[index].shown, room
+                place = bisect.bisect_left(room, (needed, 0))
+                new = [] if place < len(room) else [(row_tokens, len(rows))]
+                rows += [[] for _ in new]
+                room += new
+                rows[room[place][1]].append([])
+            left, row = found.pop(place)
+            rows[row][-1].append(index)
+            bisect.insort(held, (left - needed, row))
+        for each in held:
+            bisect.insort(room, each)
+    return rows
 
 
 def chunk_tokens(chunk: Chunk, samples: Sequence[Lengths]) -> int:

@@ -45,6 +45,7 @@ from podium.hosts.distributed import on_host
 from podium.observe.stats import BatchSeconds, BatchStats, RewardPenalty, TokenCounts, ValueStats
 from podium.sampling.groups import Group
 from podium.sharding import Params, ShardingRules, to_devices
+from podium.train.batches.balance import Lengths
 from podium.train.batches.batch import Batch, BatchSizes, TokenSpan, make_batch, put, take
 from podium.train.batches.samples import Sample, imitated, transcript_sample, with_advantage, with_weight
 from podium.train.scorers import Scorer, behind_own_prompts, with_scores
@@ -96,12 +97,7 @@ def pack_step(
             "too long for a reward model; let a reward function grade them, or add to tasks.rewards a part that "
             "grades every answer, such as correct"
         )
-    returns = None
-    equal = equal_reward_groups(np.stack([group.judged(recipe.zero_variance_metric) for group in groups]))  # [N]
-    if recipe.credit == "turn":
-        turns = [[reward.turns or (reward.total,) for reward in group.rewards] for group in groups]
-        returns = turn_returns(turns, recipe.gamma)
-        equal = np.all([equal_reward_groups(returns[:, :, k]) for k in range(returns.shape[2])], axis=0)
+    equal, returns = _equal_groups(groups, recipe)
     kept = np.flatnonzero(~equal if recipe.zero_variance != "keep" else np.ones_like(equal))
     samples = [group_samples(groups[n], n, recipe) for n in kept.tolist()]
     lengths = np.zeros((len(kept), rewards.shape[1]), np.int64)
@@ -133,6 +129,27 @@ def pack_step(
         lengths=lengths,
         minibatches=[each for each in minibatches if each.batch.num_micro_batches],
     )
+
+
+def _equal_groups(groups: Sequence[Group], recipe: Recipe) -> tuple[np.ndarray, np.ndarray | None]:
+    """`equal` and `returns` of `PackedStep`."""
+    if recipe.credit != "turn":
+        return equal_reward_groups(np.stack([group.judged(recipe.zero_variance_metric) for group in groups])), None
+    turns = [[reward.turns or (reward.total,) for reward in group.rewards] for group in groups]
+    returns = turn_returns(turns, recipe.gamma)
+    return np.all([equal_reward_groups(returns[:, :, k]) for k in range(returns.shape[2])], axis=0), returns
+
+
+def group_lengths(groups: Sequence[Group], recipe: Recipe, demonstrations: Sequence[Group] = ()) -> list[list[Lengths]]:
+    """The lengths of what a step trains on, by group; those of a dropped group are empty."""
+    equal, _ = _equal_groups(groups, recipe)
+    dropped = equal & (recipe.zero_variance != "keep")
+    samples = [
+        [] if out else group_samples(group, n, recipe)
+        for n, (group, out) in enumerate(zip(groups, dropped, strict=True))
+    ]
+    samples += [group_samples(group, len(groups) + n, RECIPES["sft"]) for n, group in enumerate(demonstrations)]
+    return [[sample.lengths for sample in each if sample.num_drawn] for each in samples]
 
 
 def _demonstrated(groups: Mapping[int, Group], recipe: Recipe, sizes: BatchSizes) -> list[Sample]:
