@@ -19,7 +19,8 @@ CROWDED_TOKENS = 40 * LONG_PAGE_TOKENS
 """Tokens of a cache that is too small for all conversations at once; all prompts together have 38 pages."""
 TURN_TOKENS = 9
 REPLY = (3, 1, 4, 1, 5)
-"""What is given between two turns of at most TURN_TOKENS each."""
+"""What is given between two turns of at most TURN_TOKENS each: to the first completion of a prompt the first token, to
+the next one a token more, and so on."""
 OF_FORMS = ("packing", "shared prompts", "micro-batches", "as configured")
 
 
@@ -86,19 +87,23 @@ def _later_turns_error(subject: Subject) -> float:
     asked = {engine.submit(dataclasses.replace(each, sampling=settings, keep=True)): each.prompt for each in requests}
     first = _turns(engine)
     for key in first:
-        engine.extend(key, REPLY, settings, seed=key.request)
+        engine.extend(key, _reply(key), settings, seed=key.request)
     second = _turns(engine)
     tokens = np.zeros((len(second), subject.room.prompt + subject.room.continuation), np.int32)
     starts = np.array([len(asked[key.request]) for key in second], np.int32)
     for row, (key, last) in enumerate(second.items()):
-        whole = (*asked[key.request], *first[key].tokens.tolist(), *REPLY, *last.tokens.tolist())
+        whole = (*asked[key.request], *first[key].tokens.tolist(), *_reply(key), *last.tokens.tolist())
         tokens[row, : len(whole)] = whole
     naive = subject.naive_scores(tokens, starts, subject.weights).logprobs
     errors: list[float] = []
     for row, (key, last) in enumerate(second.items()):
-        begin = len(first[key].tokens) + len(REPLY)
+        begin = len(first[key].tokens) + len(_reply(key))
         errors.append(float(np.abs(last.full_logprobs - naive[row, begin : begin + len(last.tokens)]).max()))
     return largest(errors) / float(np.abs(naive).max())
+
+
+def _reply(key: Key) -> tuple[int, ...]:
+    return REPLY[: 1 + key.completion % len(REPLY)]
 
 
 def _turns(engine: RolloutEngine) -> dict[Key, Completion]:

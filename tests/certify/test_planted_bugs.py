@@ -280,7 +280,7 @@ SLOW: dict[Callable[[], Plant], Named] = {
     planted_formulas.gradient_of_k3_for_k3_plus: Named(formula_checks, "kl"),
     planted_formulas.steps_of_an_eighth_bit: Named(formula_checks, "rounded weights"),
     planted_engine.cells_not_copied: Named(training_checks, "hand-over", "recurrent"),
-    planted_engine.two_missing_tokens_called_one: Named(training_checks, "hand-over", "talk"),
+    planted_engine.two_missing_tokens_called_one: Named(long_checks, "later turns"),
     planted_engine.first_tokens_share_their_experts: Named(training_checks, "recorded experts", "experts"),
     planted_updates.balance_of_mean_probabilities: Named(update_checks, "balance of routers", "balanced"),
     planted_updates.gguf_experts_not_normalised: Named(formula_checks, "architectures"),
