@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benches.record import RESULTS, ROOT, arguments, record
+from benches.record import MEASUREMENTS, RESULTS, ROOT, arguments, record, write_section
 from podium.accelerators import GIB, find_accelerator
 from podium.config.schema import Config
 from podium.plan.compiled.phases import PhaseProgram
@@ -142,6 +142,16 @@ def apart(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"{where}: traced {traced:+.1%}, closed form {closed:+.1%}; the {wrong} is further off"
 
 
+def table(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Iterator[str]:
+    """The figures for docs/planner-measurements.md."""
+    yield "| programs | | number | mean error | lowest | highest | false fits |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, forms in found.items():
+        for form, each in forms.items():
+            errors = f"{each['mean']:.1%} | {each['lowest']:+.1%} | {each['highest']:+.1%}"
+            yield f"| {name} | {form.replace('_', ' ')} | {each['programs']} | {errors} | {each['false_fits']} |"
+
+
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--count", type=int, help="rows of each file; unset: all")
@@ -159,7 +169,9 @@ def main() -> int:
     repeated = [f"{row['machine']} {row['model']}" for row in rows if (row["operations"] or 0) > REPEATED]
     result = {"figures": found, "apart": list(apart(rows)), "computed_twice": repeated, "rows": rows}
     record("traced-planned" if chosen.count is None else "traced-some-planned", result, chosen.results)
-    print(json.dumps(found, indent=1), *result["apart"], sep="\n")
+    if chosen.count is None:
+        write_section(MEASUREMENTS, "traced", list(table(found)), chosen.results)
+    print(*result["apart"], sep="\n")
     return 0
 
 
