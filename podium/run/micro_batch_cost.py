@@ -7,7 +7,7 @@ run computes the same.
 from podium.chips import chip_constants
 from podium.config.mesh import MeshSizes
 from podium.models.architecture import DecoderConfig
-from podium.models.flops import matrix_elements, trained_elements
+from podium.models.flops import trained_elements
 from podium.models.params import count, param_specs, trained_specs
 from podium.run.machine import Machine
 from podium.run.run_spec import UpdateSpec
@@ -29,7 +29,7 @@ def micro_batch_cost(decoder: DecoderConfig, update: UpdateSpec, machine: Machin
     shards = mesh["fsdp"] * mesh["sp"]
     recomputed = update.remat in ("layer", "offload")
     backward = 2 if decoder.lora is None else 1
-    products = (1 + recomputed + backward) * matrix_elements(decoder)
+    products = (1 + recomputed + backward) * decoder.active
     products += 0 if decoder.lora is None else trained_elements(decoder)
     token = 2 * products / (mesh["tp"] * mesh["sp"])  # operations
     passes = 1 if update.remat == "none" else 2
