@@ -148,7 +148,7 @@ def group_lengths(groups: Sequence[Group], recipe: Recipe, demonstrations: Seque
         [] if out else group_samples(group, n, recipe)
         for n, (group, out) in enumerate(zip(groups, dropped, strict=True))
     ]
-    samples += [group_samples(group, len(groups) + n, RECIPES["sft"]) for n, group in enumerate(demonstrations)]
+    samples += [group_samples(group, len(groups) + n, RECIPES["sft"]()) for n, group in enumerate(demonstrations)]
     return [[sample.lengths for sample in each if sample.num_drawn] for each in samples]
 
 
