@@ -41,8 +41,8 @@ and for the first group of a step `pieces` (the text of each token) with `logpro
 such evaluation), `versions`, `commit` (of the checkout; null for an installed package). |
 | `config.yaml` | The resolved config. |
 | `machine.json` | `text`: the devices that the run was last trained on. |
-| `shapes.json` | `own` and `shapes`: rows, over all devices, and tokens of the config's micro-batches and of the others that \
-steps may take; `from_step`: the number of steps done after which they do. |
+| `shapes.json` | `own` and `shapes`: rows, over all devices, and tokens of the config's micro-batches and of the \
+others that steps may take; `from_step`: the number of steps done after which they do. |
 | `curve.svg` | Reward of each step and accuracy of each evaluation, written at the end. |
 
 A run can only be continued with its own config, except for these keys and sections, which do not change what is
