@@ -37,6 +37,7 @@ from podium.sampling.sampler import Sampler
 from podium.sharding import Params
 from podium.tasks.mixture import TaskMixture, TaskPrompt
 from podium.train.batches.batch import Batch
+from podium.train.batches.run_shapes import RunShapes
 from podium.train.checkpoints.checkpoint import Checkpointer
 from podium.train.checkpoints.saving import Saving
 from podium.train.evaluate import evaluate
@@ -157,7 +158,7 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
     with tempfile.TemporaryDirectory(prefix="podium-certify-") as folder, contextlib.ExitStack() as stack:
         stack.enter_context(ledgers.recording(rollouts.engine))
         shares = stack.enter_context(_learning(rollouts.feed.tasks))
-        trainer = open_trainer(origin, rollouts.feed, Path(folder))
+        trainer = open_trainer(origin, rollouts.feed, Path(folder), RunShapes(spec.batch, keep=lambda kept: None))
         recorded = stack.enter_context(_watched(trainer, rollouts, shares))
         saving = CheckpointConfig(every_steps=spec.steps - 1, every_minutes=0.0)
         checkpointer = Checkpointer(Path(folder) / "checkpoints", saving, origin.weights.base)

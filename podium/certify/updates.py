@@ -47,7 +47,7 @@ from podium.hosts.platform import machine_of
 from podium.models.architecture import DecoderConfig
 from podium.models.params import trained_specs
 from podium.run.resolve import resolve_update
-from podium.run.run_spec import SCORE, pair_cost
+from podium.run.run_spec import SCORE, RowRules, pair_cost
 from podium.sampling.groups import Group
 from podium.sharding import Params
 from podium.train.batches.batch import Batch, BatchSizes, take
@@ -362,7 +362,7 @@ def sizes_of(form: Form, subject: Subject) -> BatchSizes:
         max_new_tokens=subject.longest,
         devices=form.mesh.size,
         pairs=subject.recipe.data_form == "pair",
-        pair_cost=pair_cost(subject.decoder),
+        rules=RowRules(pair_cost=pair_cost(subject.decoder)),
         choices=subject.decoder.choices if "replay_routing" in form.train else 0,
         choice_format=subject.decoder.choice_format,
     )

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import jax
 
@@ -17,7 +18,7 @@ from podium.hosts.same_inputs import check_same_inputs, model_files, questions
 from podium.job.job_context import JobContext
 from podium.models.architecture import DecoderConfig, Lora
 from podium.models.params import count, frozen_specs, trained_specs
-from podium.observe.run_dir import Fork, RunDir, run_home
+from podium.observe.run_dir import Fork, run_home
 from podium.observe.summary import how_to_continue, versions
 from podium.observe.writers import MetricWriter
 from podium.run.divisible import check_tokens
@@ -102,7 +103,13 @@ def open_run(
         state, saved, done = load_state(origin, newest, saving.checkpointer, around, config.algorithm.recipe)
         if run_dir.continued or run_dir.fork is not None:
             continue_records(saved, done, saving.checkpointer, around)
-        trainer = open_trainer(origin, rollouts, run_dir)
+        shapes = RunShapes(
+            spec.batch,
+            from_leader(lambda: read_shapes(run_dir.path)),
+            keep=lambda kept: write_shapes(run_dir.path, kept) if run_dir.writes else None,
+            later=LATER if rollouts.ahead.threads else 0,
+        )
+        trainer = open_trainer(origin, rollouts.feed, run_dir.path, shapes)
         trainer.shapes.begin(done)
         if rollouts.ahead.threads:
             trainer.compile_ahead(state, rollouts.ahead)
@@ -283,11 +290,11 @@ def continue_records(saved: HostState, done: int, checkpointer: Checkpointer, ar
     run_dir.truncate(done or -1)
 
 
-def open_trainer(origin: Origin, rollouts: Sampler, run_dir: RunDir) -> Trainer:
+def open_trainer(origin: Origin, feed: Feed, folder: Path, shapes: RunShapes) -> Trainer:
     """Load the run's other models that do not change, and make the trainer's programs.
 
-    The feed of `rollouts` makes the prompts of models that read other prompts than the policy. A batch that diverges is
-    saved in the run's folder, which also keeps the shapes of batches.
+    `feed` makes the prompts of models that read other prompts than the policy. A batch that diverges is saved in
+    `folder`.
     """
     spec, weights = origin.spec, origin.weights
     roles: list[LoadedRole] = []
@@ -297,7 +304,7 @@ def open_trainer(origin: Origin, rollouts: Sampler, run_dir: RunDir) -> Trainer:
             LoadedRole(
                 role=role,
                 params={} if role.changes else weights.of(role),
-                own_prompts=OwnPrompts(of=rollouts.feed.privileged, sizes=spec.batch_of(role)) if longer else None,
+                own_prompts=OwnPrompts(of=feed.privileged, sizes=spec.batch_of(role)) if longer else None,
                 optimizer=origin.optimizers.get(role.name),
             )
         )
@@ -305,14 +312,9 @@ def open_trainer(origin: Origin, rollouts: Sampler, run_dir: RunDir) -> Trainer:
         spec.recipe,
         TrainSettings(spec.decoder, weights.mesh, spec.update),
         origin.optimizers[POLICY],
-        shapes=RunShapes(
-            spec.batch,
-            from_leader(lambda: read_shapes(run_dir.path)),
-            keep=lambda kept: write_shapes(run_dir.path, kept) if run_dir.writes else None,
-            later=LATER if rollouts.ahead.threads else 0,
-        ),
+        shapes=shapes,
         schedule=spec.optimizer,
-        folder=run_dir.path,
+        folder=folder,
         frozen=weights.frozen,
         roles=roles,
     )
