@@ -32,7 +32,7 @@ from podium.sampling.groups import Source
 from podium.sampling.prompt_lengths import check_prompt_lengths, with_prompt_tokens
 from podium.sampling.sampler import Sampler
 from podium.sharding import Params, find_devices
-from podium.train.batches.run_shapes import LATER, RunShapes, read_shapes, write_shapes
+from podium.train.batches.run_shapes import RunShapes, open_shapes
 from podium.train.checkpoints.checkpoint import Checkpointer
 from podium.train.checkpoints.saving import Saving
 from podium.train.checkpoints.step_files import newest_whole_step
@@ -103,14 +103,8 @@ def open_run(
         state, saved, done = load_state(origin, newest, saving.checkpointer, around, config.algorithm.recipe)
         if run_dir.continued or run_dir.fork is not None:
             continue_records(saved, done, saving.checkpointer, around)
-        shapes = RunShapes(
-            spec.batch,
-            from_leader(lambda: read_shapes(run_dir.path)),
-            keep=lambda kept: write_shapes(run_dir.path, kept) if run_dir.writes else None,
-            later=LATER if rollouts.ahead.threads else 0,
-        )
+        shapes = open_shapes(spec.batch, run_dir.path, done, writes=run_dir.writes, ahead=rollouts.ahead.threads > 0)
         trainer = open_trainer(origin, rollouts.feed, run_dir.path, shapes)
-        trainer.shapes.begin(done)
         if rollouts.ahead.threads:
             trainer.compile_ahead(state, rollouts.ahead)
         go_on_sampling(rollouts, saved, state.params, trainer.frozen, done=done)

@@ -133,7 +133,7 @@ LATE: dict[str, Any] = {**STEPWISE, "train": {**STEPWISE["train"], "row_tokens":
 def test_a_run_keeps_its_shapes_and_resumes_bit_for_bit_over_a_change_of_shape(run_of, monkeypatch, later):
     """Where programs are compiled beside rollouts, the shapes of step 1 are first used in step 3, here."""
     if later:
-        monkeypatch.setattr("podium.train.open.LATER", later)
+        monkeypatch.setattr("podium.train.batches.run_shapes.LATER", later)
         monkeypatch.setattr("podium.sampling.sampler.threads_for", lambda platform: 2)
     whole = run_of(**LATE)
     kept = json.loads((whole / "shapes.json").read_text())

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from podium.files import to_json, write_atomically
+from podium.hosts.distributed import from_leader
 from podium.run.run_spec import BatchSizes, RowShape
 from podium.train.batches.balance import Lengths
 from podium.train.batches.shapes import choose_shapes, with_shapes
@@ -84,6 +85,20 @@ class RunShapes:
         """Go on after so many steps; returns the shapes that were chosen since the last call."""
         new, self._new, self._done = self._new, (), done
         return new
+
+
+def open_shapes(own: BatchSizes, folder: Path, done: int, *, writes: bool, ahead: bool) -> RunShapes:
+    """The shapes of a run after `done` steps, kept in its folder by the process that `writes`; all must call this.
+
+    `own` is the config's own shape; `ahead` says whether programs are compiled beside rollouts. Raises ValueError if
+    the file is damaged.
+    """
+    kept = from_leader(lambda: read_shapes(folder))
+    shapes = RunShapes(
+        own, kept, keep=lambda kept: write_shapes(folder, kept) if writes else None, later=LATER if ahead else 0
+    )
+    shapes.begin(done)
+    return shapes
 
 
 def read_shapes(folder: Path) -> KeptShapes | None:
