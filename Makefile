@@ -1,7 +1,7 @@
 # make install       installs Podium, what draws reports and serves, and the demo's model into .venv
 # make demo          trains a small model on sums, 6 minutes of CPU time; 4 to 11 minutes on 2 CPU cores, old or new;
 #                    CONFIG=FILE trains another config instead, FROM=RUN starts from a run's weights
-# make test          the quick tests and one of each capability: 6 minutes on 2 CPU cores with AVX512-BF16
+# make test          the quick tests and one of each capability: 5 minutes on 2 CPU cores
 # make test-slow     the slow ones (tests/tiers.py says which); make test-all is both, before a change is called done
 # make test-long     these and the long ones (every recipe learns, the wheel alone in an empty environment);
 #                    HYPOTHESIS=nightly draws more random examples
