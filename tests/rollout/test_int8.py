@@ -113,7 +113,7 @@ def test_products_of_integers_stay_near_those_of_the_codes_values_and_are_other_
 
 @pytest.mark.parametrize(
     ("pattern", "sizes", "parts"),
-    [("btd,df->btf", (8,), (1,)), ("btf,fd->btd", (8,), (4,)), ("bthq,hqd->btd", (4, 6), (2, 3))],
+    [("bthq,hqd->btd", (4, 6), (2, 3)), ("btf,fd->btd", (8,), (4,)), ("btd,df->btf", (8,), (1,))],
 )
 def test_a_product_of_integers_is_numpys_with_a_scale_for_each_token_and_part(pattern, sizes, parts):
     random = np.random.default_rng(0)
