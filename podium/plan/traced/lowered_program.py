@@ -10,8 +10,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from jaxlib.mlir import ir, passmanager
-from jaxlib.mlir.dialects import sdy, stablehlo
+from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir.dialects import sdy, stablehlo
 
 from podium.plan.traced.operation_table import (
     KERNELS,
