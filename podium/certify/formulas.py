@@ -182,8 +182,8 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
     yield choice_check()
     yield ends_check()
     yield rewards_check()
-    yield grades_check(updates.subject.user.tasks)
     yield plays_check(updates.subject.user.tasks)
+    yield grades_check(updates.subject.user.tasks)
     yield architectures_check()
 
 

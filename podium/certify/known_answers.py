@@ -91,6 +91,7 @@ def grades_check(tasks: Sequence[TaskConfig]) -> Check:
         difference=float(sum(_wrong_grades(config, task) for config, task in known))
         + sum(_wrong_questions(config, task) for config, task in known if config.name in GENERATED),
         bar=0,
+        after=("environments",),
     )
 
 

@@ -11,7 +11,7 @@ from podium.models.blocks.experts import Experts
 from podium.models.files.gguf import GgufHeader, GgufTensor
 from podium.models.files.gguf_config import read_config
 from podium.models.files.hf_config import from_hf_config
-from podium.models.presets import preset_decoder
+from podium.models.presets import PRESETS
 
 
 class Facts(NamedTuple):
@@ -72,7 +72,7 @@ GGUF_FILES: Mapping[str, Facts] = {
 
 def architectures_check() -> Check:
     """Count the facts about models that are read wrongly."""
-    wrong = sum(_wrong(preset_decoder(model), facts) for model, facts in KNOWN.items())
+    wrong = sum(_wrong(from_hf_config(PRESETS[model], model), facts) for model, facts in KNOWN.items())
     wrong += sum(_wrong(_from_gguf(name, bool(facts.experts)), facts) for name, facts in GGUF_FILES.items())
     alias = from_hf_config({"model_type": "qwen3_moe", "num_local_experts": 24, "num_experts_per_tok": 5}, "alias")
     return Check(

@@ -83,7 +83,7 @@ def any_complete_prompts_taken() -> Plant:
 
 
 def unfinished_prompts_dropped() -> Plant:
-    """What a step leaves is not gone on with."""
+    """Completions that are unfinished at the end of a step are dropped instead of being continued in the next."""
     original = sampler.Sampler.answer
 
     def planted(own, prompts, settings=None):

@@ -15,14 +15,14 @@ from podium.rollout import cache_layout, engine, scheduler
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.sequence import Sequence
 from podium.rollout.transcript import Transcript
-from podium.sampling import feed, grades, groups, sampler
+from podium.sampling import feed, grades, sampler
 from podium.sampling.conversations import carry, conversation_carry, conversations, environment_client, episode, turns
 from podium.sampling.conversations.dialogue import Dialogue
 from podium.tasks import grading, mixture, rewards
 from podium.tasks.conversations import program
 from podium.tasks.games import mastermind
 from podium.tasks.math_answers import formula_values
-from podium.train import evaluate, first_state, learner, recorder, step, trainer
+from podium.train import evaluate, first_state, recorder, step, trainer
 from podium.train import open as run_opening
 from podium.train.batches import prepare
 from podium.train.checkpoints import checkpoint
@@ -289,7 +289,7 @@ def critic_never_updated() -> Plant:
     return trainer, "update_learner", planted
 
 
-def critic_waits_for_nobody() -> Plant:
+def policy_learns_during_the_critic_s_warmup() -> Plant:
     """The policy learns while the critic warms up."""
     original = trainer.Trainer._update_policy
 
@@ -647,16 +647,6 @@ def long_replies_not_cut() -> Plant:
     return turns.Turns, "fitting", lambda own, dialogue, messages: list(messages)
 
 
-def failures_counted_as_wrong_answers() -> Plant:
-    """A failed conversation counts in the share of right answers."""
-
-    def planted(own):
-        found = [reward.parts.get("correct", 0.0) for reward in own.rewards]
-        return min(1.0, max(0.0, sum(found) / len(found)))
-
-    return groups.Group, "correct", property(planted)
-
-
 def programs_unpaid_where_a_limit_ended_them() -> Plant:
     original = program.Led.grade
     return program.Led, "grade", lambda own: original(own) if own._ended else 0.0
@@ -701,18 +691,3 @@ def staleness_reported_one_too_high() -> Plant:
         return made and dataclasses.replace(made, staleness=made.staleness + 1)
 
     return recorder, "carry_stats", planted
-
-
-def critic_s_rates_of_missing_minibatches_not_passed_over() -> Plant:
-    """A critic without one of its minibatches uses the first learning rates of the step's share, not the last ones."""
-    original, moved = trainer.update_learner, learner.at_schedule_step
-
-    def planted(own, state, batches, step, *, minibatches):
-        late = own.spec.updates * (minibatches - len(batches))
-        learner.at_schedule_step = lambda state, position: moved(state, max(0, position - late))
-        try:
-            return original(own, state, batches, step, minibatches=minibatches)
-        finally:
-            learner.at_schedule_step = moved
-
-    return trainer, "update_learner", planted

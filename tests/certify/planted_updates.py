@@ -11,7 +11,7 @@ from podium.algorithms import routers
 from podium.models import architecture
 from podium.models.attention.mask import Visibility
 from podium.models.blocks import routing
-from podium.models.files import config_keys, gguf_config
+from podium.models.files import gguf_config, hf_config
 from podium.models.files.gguf_metadata import mixture_keys
 from podium.train import step
 from podium.train.batches import samples
@@ -150,8 +150,9 @@ def gguf_experts_not_normalised() -> Plant:
 
 def aliases_left_out() -> Plant:
     """A key of config.json under another name is left out, so that its default counts."""
-    return (
-        config_keys,
-        "_without_aliases",
-        lambda raw, aliases, where: {key: value for key, value in raw.items() if key not in aliases},
-    )
+    original = hf_config.settings_of
+
+    def planted(raw, family, where):
+        return original({key: value for key, value in raw.items() if key not in family.keys.aliases}, family, where)
+
+    return hf_config, "settings_of", planted

@@ -246,7 +246,7 @@ SLOW: dict[Callable[[], Plant], Named] = {
     planted_formulas.final_fraction_ignored: Named(formula_checks, "schedule"),
     planted_runs.first_layer_stale: Named(training_checks, "hand-over"),
     planted_runs.adapters_of_half_the_size_in_the_rollout: Named(training_checks, "hand-over", "lora"),
-    planted_runs.critic_waits_for_nobody: Named(training_checks, "optimizer steps", "valued"),
+    planted_runs.policy_learns_during_the_critic_s_warmup: Named(training_checks, "optimizer steps", "valued"),
     planted_runs.critic_s_rate_of_the_policy: Named(training_checks, "new weights of the critic", "valued"),
     planted_runs.values_after_the_update: Named(training_checks, "critic", "valued"),
     planted_runs.reference_moves_one_step_early: Named(training_checks, "moving reference", "moved"),
@@ -290,16 +290,12 @@ SLOW: dict[Callable[[], Plant], Named] = {
     planted_runs.messages_in_reverse: Named(training_checks, "episodes", "talk"),
     planted_runs.a_call_more_than_allowed: Named(training_checks, "episodes", "talk"),
     planted_runs.long_replies_not_cut: Named(training_checks, "episodes", "talk"),
-    planted_runs.failures_counted_as_wrong_answers: Named(training_checks, "shares of right answers", "talk"),
     planted_runs.programs_unpaid_where_a_limit_ended_them: Named(formula_checks, "environments"),
     planted_runs.logarithms_upside_down: Named(formula_checks, "grades", "own tasks"),
     planted_runs.digits_marked_twice: Named(formula_checks, "environments", "own tasks"),
     planted_runs.repetition_rewarded: Named(formula_checks, "rewards"),
     planted_runs.logprobs_after_the_penalty_saved: Named(training_checks, "resume", "penalised"),
     planted_runs.staleness_reported_one_too_high: Named(training_checks, "metrics"),
-    planted_runs.critic_s_rates_of_missing_minibatches_not_passed_over: Named(
-        training_checks, "new weights of the critic", "valued"
-    ),
 }
 README = Path(__file__).parents[2] / "README.md"
 BUGS = {**QUICK, **SLOW}

@@ -251,7 +251,7 @@ def test_what_was_rented_for_another_run_is_neither_used_nor_deleted(laptops):
 
 
 def test_of_two_runs_that_ask_at_once_the_second_gives_its_slice_back(laptops):
-    """Both saw that nobody has the title."""
+    """Both looked for another run's slice before either asked for one, so both ask."""
     first, second = laptops.opened(), laptops.opened("other")
 
     def instant(method: str) -> None:

@@ -82,7 +82,7 @@ class RunShapes:
             self._keep(self._kept)
 
     def begin(self, done: int) -> tuple[RowShape, ...]:
-        """Go on after so many steps; returns the shapes that were chosen since the last call."""
+        """Note that `done` steps are done; returns the shapes that were chosen since the last call."""
         new, self._new, self._done = self._new, (), done
         return new
 
