@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from podium.certify.check_result import Check
 from podium.models.architecture import DecoderConfig
@@ -48,7 +48,7 @@ KNOWN: Mapping[str, Facts] = {
         36, 2880, 64, 8, 64, theta=1.5e5, bias=True, windows=(128, 18), experts=(128, 4, True)
     ),
 }
-IN_GGUF: Mapping[str, Any] = {
+IN_GGUF: Mapping[str, object] = {
     "block_count": 3,
     "embedding_length": 64,
     "attention.head_count": 4,
@@ -60,7 +60,7 @@ IN_GGUF: Mapping[str, Any] = {
     "attention.layer_norm_rms_epsilon": 1e-5,
     "feed_forward_length": 96,
 }
-OF_EXPERTS: Mapping[str, Any] = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 48}
+OF_EXPERTS: Mapping[str, object] = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 48}
 GGUF_FILES: Mapping[str, Facts] = {
     "llama": Facts(3, 64, 4, 2, 32, theta=5e5, tied=True),
     "qwen2": Facts(3, 64, 4, 2, 32, theta=5e5, tied=True, bias=True),

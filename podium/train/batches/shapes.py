@@ -23,7 +23,8 @@ LENGTHS = 16
 DRAWS = 32
 """Optimizer steps that are drawn from a step's groups to judge shapes by."""
 SPREAD = 1.35
-"""How many times as long, or as short, the completions of drawn steps are at most."""
+"""How many times as long, or as short, the completions of drawn steps are at most: an assumption about how far lengths
+drift in a run (docs/log/update.md)."""
 LEAST_GAIN = 0.01
 """Share of the time that a further shape must save."""
 
