@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
     "tasks": [{"name": "tests.pods.unreliable:Nearness"}],
     "grading": {"workers": 0},
     "rollout": {"max_prompt_tokens": 16, "max_new_tokens": 3, "slots": 16, "prefill_rows": 8},
-    "train": {"rows_per_device": 2, "optimizer": {"learning_rate": 1e-2}},
+    "train": {"rows_per_device": 2, "optimizer": {"learning_rate": 1e-3}},
     "eval": {"at_start": False, "at_end": False},
 }
 
