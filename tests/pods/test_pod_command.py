@@ -100,7 +100,7 @@ def test_a_stop_whose_save_outlasts_the_grace_is_not_undone(make_world, pod, mon
     else:
         status, err = stopped_while_kept_alive(world, pod, "--slice", "demo", "--type", world.type, "--zone", ZONES[0])
     assert status == 143
-    assert "is saving on workers 0, 1" in err
+    assert re.search("is saving on workers? ", err)  # on a busy machine, one may be done when the other is looked at
     assert "stopped on request" in err
     assert sum(line["step"] == 1 for line in world.metrics()) == 1
     kept = re.search(r"demo-\w+ is still rented; podium pod down demo deletes it", err)
