@@ -246,7 +246,8 @@ class Sampler:
         groups = self._finished(refill.groups, settings)
         if carries:
             self.partial.pending = tuple(pending)
-            self._learn(groups)
+            if self.feed.tasks.learns:
+                self._learn(groups)
         return refill.in_order(groups), dataclasses.replace(
             refill.stats,
             in_flight=len(pending),
