@@ -311,7 +311,8 @@ class Sampler:
         for scorer in self._scorers if groups else ():
             groups, more = scorer.scored(groups, self.feed)
             too_long += more
-        return groups, dataclasses.replace(stats, scored_s=time.perf_counter() - start, unscored=too_long)
+        grading = dataclasses.replace(stats.grading, scored_s=time.perf_counter() - start, unscored=too_long)
+        return groups, dataclasses.replace(stats, grading=grading)
 
     def _finished(self, groups: list[Group], settings: AnswerSettings) -> list[Group]:
         """Finish all groups of a step: standardise scores, and separate greedy completions."""
