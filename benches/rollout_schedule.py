@@ -56,7 +56,7 @@ def cpu_seconds(engine: RolloutEngine, batches: Sequence[Sequence[Request]]) -> 
     start, steps, tokens = time.process_time(), 0, 0
     for batch in batches:
         _, stats = engine.generate(batch)
-        steps, tokens = steps + stats.decode_steps, tokens + stats.completion_tokens
+        steps, tokens = steps + stats.calls.decode_steps, tokens + stats.completion_tokens
     return time.process_time() - start, steps, tokens
 
 
@@ -149,7 +149,13 @@ def host_bench(decoder: Any, params: Any) -> dict[str, float]:
         thread.join()
     ends = dict(ended)
     idle = sum(max(0.0, given[number + 1] - ends[number]) for number in range(len(given) - 1))
-    return {"idle_s": idle, "wall_s": wall, "share": idle / wall, "steps": stats.decode_steps, "calls": len(given)}
+    return {
+        "idle_s": idle,
+        "wall_s": wall,
+        "share": idle / wall,
+        "steps": stats.calls.decode_steps,
+        "calls": len(given),
+    }
 
 
 def main() -> None:

@@ -259,7 +259,7 @@ def measure(folder: Path, name: str, *, turns: int, prompts: int) -> dict[str, A
         "conversations": len(transcripts),
         "answers": sum(each.num_turns for each in transcripts),
         "drawn_tokens": sum(each.num_drawn for each in transcripts),
-        "prefilled_tokens": immediate.stats.prefill_tokens,
+        "prefilled_tokens": immediate.stats.scheduled.prefill_tokens,
         "distinct_tokens": distinct_tokens(immediate),
         "equal_tokens": all(each.tokens == immediate.tokens for each in (delayed, waited, ours, later)),
         "wall": {

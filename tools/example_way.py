@@ -63,14 +63,16 @@ def _counted(seen: dict[CodeType, set[int]]) -> Way:
     ran: defaultdict[str, set[int]] = defaultdict(set)
     for code, lines in seen.items():
         ran[code.co_filename] |= lines
-    functions = statements = lines = 0
+    files = functions = statements = lines = 0
     for path, executed in ran.items():
+        own: set[int] = set()  # lines of statements that run; a comprehension of a module runs when it is imported
         for node in ast.walk(ast.parse(Path(path).read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 inside = {part.lineno for each in node.body for part in ast.walk(each) if isinstance(part, ast.stmt)}
                 if inside & executed:
                     functions += 1
                     lines += (node.end_lineno or 0) - node.lineno + 1
-            if isinstance(node, ast.stmt) and node.lineno in executed:
-                statements += 1
-    return Way(len(ran), functions, statements, lines)
+                    own |= inside & executed
+        files += bool(own)
+        statements += len(own)
+    return Way(files, functions, statements, lines)

@@ -246,7 +246,7 @@ def _pair_conflicts(config: AlgorithmConfig, recipe: Recipe, group_size: int, pr
         "old_logprobs": recipe.old_logprobs == "sampler",
     }
     for option in (name for name, is_set in unread.items() if is_set):
-        yield option, f"recipe {config.recipe} samples nothing, and its reference is in the loss; leave it unset"
+        yield option, f"recipe {config.recipe} samples nothing and compares with the first model; leave it unset"
 
 
 def _part_conflicts(config: AlgorithmConfig, recipe: Recipe, prompts_per_step: int) -> _Conflicts:

@@ -18,7 +18,7 @@ class JudgeConfig(Section):
     model: str
     """Name of the model on that server."""
     rubric: str  # verifiers: judge_prompt
-    """What makes an answer good, and what the numbers mean; in the prompt, the conversation and the reference answer
+    """What makes an answer good, and what the numbers mean; in the prompt, the conversation and the task's answer
     follow."""
     lowest: Finite = 0.0
     """Grade of the worst answer, which earns 0."""

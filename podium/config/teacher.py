@@ -30,7 +30,7 @@ class TeacherConfig(Section):
     """What the teacher reads before a completion. same: the policy's prompt; privileged: the same messages, but with
     the user's last message made from `template`, which may contain the solution. Only with `loss: sampled`."""
     template: str | None = None  # SDPO: reprompt_template
-    """Template of the privileged message: `{question}` is the policy's message, `{answer}` the reference answer, and
+    """Template of the privileged message: `{question}` is the policy's message, `{answer}` the task's answer, and
     any other name a column of the task's data, such as `{solution}`; write a literal brace as `{{`."""
     max_prompt_tokens: Positive | None = None
     """Longest privileged prompt in tokens; unset: rollout.max_prompt_tokens. Prompts whose privileged form is longer

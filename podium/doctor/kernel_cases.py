@@ -376,34 +376,27 @@ def delta_nets(shapes: KernelShapes, device: str) -> Iterator[Case]:
     decay, beta = jax.nn.sigmoid(array(R, V)), jax.nn.sigmoid(array(R, V))
     states = array(1, R, V, N, N)
 
-    def kernel(*given: jax.Array) -> Arrays:
-        states, layer, cells, live, *token = given
+    def kernel(states: jax.Array, layer: jax.Array, cells: jax.Array, live: jax.Array, *token: jax.Array) -> Arrays:
         states, y = delta_step(states, layer, cells, live, DeltaToken(*token), interpret=shapes.interpret)
         return [y, states]
+
+    def plain(states: jax.Array, layer: jax.Array, cells: jax.Array, live: jax.Array, *token: jax.Array) -> Arrays:
+        return _plain_delta(states, layer, cells, live, DeltaToken(*token))
 
     yield Case(
         name=f"delta step of {R} states {V}x{N}x{N},",
         dtype="float32",
         kernel=kernel,
-        xla=_plain_delta,
-        exact=_plain_delta,
+        xla=plain,
+        exact=plain,
         given=(states, jnp.int32(0), cells, live, q, k, array(R, V, N), decay, beta),
         in_place=(0,),
         moved=2 * states.nbytes,
     )
 
 
-def _plain_delta(
-    states: jax.Array,
-    layer: jax.Array,
-    cells: jax.Array,
-    live: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    decay: jax.Array,
-    beta: jax.Array,
-) -> Arrays:
+def _plain_delta(states: jax.Array, layer: jax.Array, cells: jax.Array, live: jax.Array, token: DeltaToken) -> Arrays:
+    q, k, v, decay, beta = token
     (R, V, P), K = v.shape, k.shape[1]
     own = states[layer, cells].reshape(R, K, V // K, *states.shape[3:])
     values, decays, strengths = (x.reshape(R, 1, K, V // K, *x.shape[2:]) for x in (v, jnp.log(decay), beta))

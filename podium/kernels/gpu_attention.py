@@ -51,7 +51,7 @@ def gpu_attention(
     options: Options = DEFAULTS,
 ) -> jax.Array:
     """`podium.models.attention.blockwise.blockwise_attention` as a kernel."""
-    return _forward(q, k, v, visibility, sinks, options)[0]
+    return _forward(q, k, v, visibility, sinks, options=options)[0]
 
 
 def _forward(

@@ -48,14 +48,14 @@ def gpu_gradient(
     return pl.pallas_call(
         functools.partial(_backward_kernel, V=V, v=tiles.vocab, scale=scale, entropy=entropy),
         grid=(B, T),
-        in_specs=[whole] + [one] * (1 + len(gradients)),
+        in_specs=[whole, one, jax.tree.map(lambda _: one, gradients)],
         out_specs=whole,
         out_shape=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
         input_output_aliases={0: 0} if in_place else {},
         compiler_params=plgpu.CompilerParams(num_warps=WARPS),
         interpret=interpret,
         name="logits_gradient",
-    )(logits, targets, *gradients)
+    )(logits, targets, gradients)
 
 
 def _blocks(V: int) -> tuple[pl.BlockSpec, pl.BlockSpec]:
@@ -97,10 +97,7 @@ def _forward_kernel(
 def _backward_kernel(
     logits: jax.Ref,
     target: jax.Ref,
-    log_total: jax.Ref,
-    of_logprob: jax.Ref,
-    of_entropy: jax.Ref,
-    entropies: jax.Ref,
+    gradients: Gradients,
     out: jax.Ref,
     *,
     V: int,
@@ -109,13 +106,13 @@ def _backward_kernel(
     entropy: bool,
 ) -> None:
     wanted = target[...]
-    log_sum = log_total[...]
-    gradient = of_logprob[...]
+    log_sum = gradients.log_total[...]
+    gradient = gradients.of_logprob[...]
 
     def write(index: jax.Array, _: None) -> None:
         x, columns, where = _part(logits, index, V, v, scale)
         table = x - log_sum
-        slope = gradient + of_entropy[...] * (table + entropies[...]) if entropy else gradient
+        slope = gradient + gradients.of_entropy[...] * (table + gradients.entropy[...]) if entropy else gradient
         found = (jnp.where(columns == wanted, gradient, 0.0) - jnp.exp(table) * slope) * scale
         plgpu.store(out.at[where], found.astype(out.dtype), mask=columns < V)
 

@@ -55,7 +55,7 @@ def grouped_product(
     """
     if layer is not None:
         return _rows(form, x.astype(w.dtype), w, sizes, form.result, transposed=False, layer=layer)
-    return _grouped(form, len(sums), x, w, sums, sizes)
+    return _grouped(form, len(sums), x, w, sums=sums, sizes=sizes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -68,7 +68,7 @@ def _grouped(
 def _forward(
     form: Form, parts: int, x: jax.Array, w: jax.Array, sums: tuple[jax.Array, ...], sizes: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return _grouped(form, parts, x, w, sums, sizes), (x, w, sizes)
+    return _grouped(form, parts, x, w, sums=sums, sizes=sizes), (x, w, sizes)
 
 
 def _backward(

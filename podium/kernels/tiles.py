@@ -31,7 +31,7 @@ class Statistics(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Inputs for the gradient of a token's logits; [B, T] float32."""
+    """Inputs for the gradient of a token's logits; [B, T] float32, or a kernel's Refs of their blocks."""
 
     log_total: jax.Array  # log of the sum of exp(logits) over the whole vocabulary
     of_logprob: jax.Array  # gradient of the target's log-probability

@@ -33,7 +33,7 @@ def tpu_attention(
     """`podium.models.attention.blockwise.blockwise_attention` as a kernel; `interpret` emulates it without a TPU,
     slowly.
     """
-    return _forward(q, k, v, visibility, sinks, interpret)[0]
+    return _forward(q, k, v, visibility, sinks, interpret=interpret)[0]
 
 
 def _forward(
@@ -211,9 +211,9 @@ def _meet(bounds: jax.Ref, b: jax.Array, i: jax.Array, j: jax.Array, sizes: _Siz
 
 
 def _scores(
-    query_ids: jax.Ref, key_ids: jax.Ref, q: jax.Ref, k: jax.Ref, i: jax.Array, j: jax.Array, sizes: _Sizes
+    query_ids: jax.Ref, key_ids: jax.Ref, q: jax.Ref, k: jax.Ref, sizes: _Sizes, *, i: jax.Array, j: jax.Array
 ) -> jax.Array:
-    """Transposed scores of two blocks, keys by queries, [t, t] float32; MASKED where not visible."""
+    """Transposed scores of block i's queries and block j's keys, [t, t] float32, keys by queries; MASKED if unseen."""
     scores = _dot(k[0, 0], q[0, 0], (1, 1)) * q.shape[-1] ** -0.5
     t = sizes.t
     windowed = sizes.window is not None
@@ -264,7 +264,7 @@ def _forward_kernel(
 
     @pl.when(_meet(bounds, b, i, j, sizes))
     def _() -> None:
-        scores = _scores(query_ids, key_ids, q, k, i, j, sizes)
+        scores = _scores(query_ids, key_ids, q, k, sizes, i=i, j=j)
         higher = jnp.maximum(top[...], jnp.max(scores, axis=0, keepdims=True))
         shares, kept = jnp.exp(scores - higher), jnp.exp(top[...] - higher)
         top[...] = higher
@@ -314,7 +314,7 @@ def _queries_kernel(
 
     @pl.when(_meet(bounds, b, i, j, sizes))
     def _() -> None:
-        scores = _scores(query_ids, key_ids, q, k, i, j, sizes)
+        scores = _scores(query_ids, key_ids, q, k, sizes, i=i, j=j)
         _, d_scores = _d_scores(scores, v, d_out, log_total, d_total)
         sums[...] += _dot(d_scores.astype(k.dtype), k[0, 0], (0, 0))
 
@@ -350,7 +350,7 @@ def _keys_kernel(
 
     @pl.when(_meet(bounds, b, i, j, sizes))
     def _() -> None:
-        scores = _scores(query_ids, key_ids, q, k, i, j, sizes)
+        scores = _scores(query_ids, key_ids, q, k, sizes, i=i, j=j)
         shares, d_scores = _d_scores(scores, v, d_out, log_total, d_total)
         k_sums[...] += _dot(d_scores.astype(q.dtype), q[0, 0], (1, 0))
         v_sums[...] += _dot(shares.astype(v.dtype), d_out[0, 0], (1, 0))

@@ -52,17 +52,19 @@ def delta_step(
     last = jax.lax.cummax(jnp.where(live, order, -1))
     where = cells[jnp.where(last < 0, jnp.argmax(live), last)].astype(jnp.int32)
     padding = [(0, 0), (0, -K % SUBLANES), (0, 0)]
-    of_keys = [jnp.pad(x, padding) for x in (q, k)]
-    of_values = [v, *(jnp.broadcast_to(x[..., None], v.shape) for x in (decay, beta))]
+    token = token._replace(
+        q=jnp.pad(q, padding),
+        k=jnp.pad(k, padding),
+        decay=jnp.broadcast_to(decay[..., None], v.shape),
+        beta=jnp.broadcast_to(beta[..., None], v.shape),
+    )
 
-    def row(r: jax.Array, *_: jax.Ref) -> tuple[jax.Array, int, int]:
-        return r, 0, 0
+    def of_row(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *x.shape[1:]), lambda r, *_: (r, 0, 0))
 
     def cell(r: jax.Array, where: jax.Ref, live: jax.Ref, layer: jax.Ref) -> tuple[jax.Array, jax.Array, int, int, int]:
         return layer[0], where[r], 0, 0, 0
 
-    keys = pl.BlockSpec((None, K + -K % SUBLANES, N), row)
-    values = pl.BlockSpec((None, V, P), row)
     block = pl.BlockSpec((None, None, V, N, P), cell)
     moved = 2 * V * N * P + 2 * (K + -K % SUBLANES) * N + 4 * V * P
     return pl.pallas_call(
@@ -70,8 +72,8 @@ def delta_step(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(R,),
-            in_specs=[block, keys, keys, values, values, values],
-            out_specs=[block, values],
+            in_specs=[block, jax.tree.map(of_row, token)],
+            out_specs=[block, of_row(v)],
         ),
         out_shape=[jax.ShapeDtypeStruct(states.shape, states.dtype), jax.ShapeDtypeStruct(v.shape, jnp.float32)],
         input_output_aliases={3: 0},  # counted with the prefetched scalars
@@ -81,7 +83,7 @@ def delta_step(
         ),
         interpret=interpret,
         name="delta_step",
-    )(where, live.astype(jnp.int32), layer.reshape(1).astype(jnp.int32), states, *of_keys, *of_values)
+    )(where, live.astype(jnp.int32), layer.reshape(1).astype(jnp.int32), states, token)
 
 
 def _kernel(
@@ -89,11 +91,7 @@ def _kernel(
     live: jax.Ref,
     layer: jax.Ref,
     states: jax.Ref,
-    q: jax.Ref,
-    k: jax.Ref,
-    v: jax.Ref,
-    decay: jax.Ref,
-    beta: jax.Ref,
+    token: DeltaToken,
     new: jax.Ref,
     y: jax.Ref,
     *,
@@ -103,6 +101,7 @@ def _kernel(
 
     @pl.when(live[r] != 0)
     def _() -> None:
+        q, k, v, decay, beta = token
         of_q, of_k = q[...].T, k[...].T  # [N, K]
         for head in range(v.shape[0]):
             one, key = slice(head, head + 1), slice(head // shared, head // shared + 1)

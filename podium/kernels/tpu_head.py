@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from podium.config.head import head_chunks, head_tile
-from podium.kernels.tiles import LOWEST, Interpret
+from podium.kernels.tiles import LOWEST, Gradients, Interpret
 
 
 class HeadOptions(NamedTuple):
@@ -46,7 +46,7 @@ def tpu_head(
     padding = chunks * size - B * T
     flat = jnp.pad(hidden.reshape(B * T, D).astype(head.dtype), [(0, padding), (0, 0)])
     padded = jnp.pad(targets.reshape(1, B * T), [(0, 0), (0, padding)])
-    found: tuple[jax.Array, jax.Array] = _scores(options, tile, flat, head, sums, padded)
+    found: tuple[jax.Array, jax.Array] = _scores(options, tile, flat, head, sums=sums, targets=padded)
     logprobs, entropy = found
     return logprobs[0, : B * T].reshape(B, T), entropy[0, : B * T].reshape(B, T)
 
@@ -65,7 +65,7 @@ def _scores(
     targets: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities and entropies [1, N] of targets [1, N], from hidden states [N, D] and a head [V, D]."""
-    return _forward(options, tile, hidden, head, sums, targets)[0]
+    return _forward(options, tile, hidden, head, sums=sums, targets=targets)[0]
 
 
 def _forward(
@@ -92,16 +92,17 @@ def _forward(
 def _backward(
     options: HeadOptions, tile: tuple[int, int], saved: _Saved, gradient: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array | None, ...]:
-    hidden, head, sums, *of_tokens = saved
-    of_tokens += [x * options.scale for x in gradient]
+    hidden, head, sums, targets, log_total, entropy = saved
+    of_logprob, of_entropy = (x * options.scale for x in gradient)
+    gradients = Gradients(log_total, of_logprob, of_entropy, entropy)
     V, D = head.shape
     product = functools.partial(jnp.einsum, precision=options.precision, preferred_element_type=jnp.float32)
 
-    def chunk(d_head: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        hidden, *of_tokens = xs  # [c, D], [1, c]
+    def chunk(d_head: jax.Array, xs: tuple[jax.Array, jax.Array, Gradients]) -> tuple[jax.Array, jax.Array]:
+        hidden, targets, gradients = xs  # [c, D], [1, c]
         (d_logits,) = _call(
             functools.partial(_gradient_kernel, options=options),
-            (hidden, head, *of_tokens),
+            (hidden, head, targets, gradients),
             outputs=(("tile", jax.ShapeDtypeStruct((V, options.chunk), head.dtype)),),
             scratch=0,
             tile=tile,
@@ -111,7 +112,8 @@ def _backward(
         d_hidden = product("vc,vd->cd", d_logits, head).astype(head.dtype)
         return d_head + product("vc,cd->vd", d_logits, hidden).astype(d_head.dtype), d_hidden
 
-    xs = (hidden.reshape(-1, options.chunk, D), *(x.reshape(-1, 1, options.chunk) for x in of_tokens))
+    of_tokens = jax.tree.map(lambda x: x.reshape(-1, 1, options.chunk), (targets, gradients))
+    xs = (hidden.reshape(-1, options.chunk, D), *of_tokens)
     d_head, d_hidden = jax.lax.scan(chunk, jnp.zeros((V, D), head.dtype if sums is None else jnp.float32), xs)
     d_hidden = d_hidden.reshape(hidden.shape)
     return (d_hidden, d_head, None, None) if sums is None else (d_hidden, None, d_head, None)
@@ -122,7 +124,7 @@ _scores.defvjp(_forward, _backward)
 
 def _call(
     kernel: Callable[..., None],
-    given: tuple[jax.Array, ...],
+    given: tuple[jax.Array, jax.Array, *tuple[jax.Array | Gradients, ...]],
     *,
     outputs: tuple[tuple[str, jax.ShapeDtypeStruct], ...],
     scratch: int,
@@ -145,7 +147,7 @@ def _call(
     return pl.pallas_call(
         kernel,
         grid=(N // t, pl.cdiv(V, v)),
-        in_specs=operands + [line] * (len(given) - 2),
+        in_specs=[*operands, *jax.tree.map(lambda _: line, given[2:])],
         out_specs=[blocks[kind] for kind, _ in outputs],
         out_shape=[shape for _, shape in outputs],
         scratch_shapes=[pltpu.VMEM((1, t), jnp.float32)] * scratch,
@@ -221,16 +223,14 @@ def _gradient_kernel(
     hidden: jax.Ref,
     head: jax.Ref,
     targets: jax.Ref,
-    log_total: jax.Ref,
-    entropy: jax.Ref,
-    of_logprob: jax.Ref,
-    of_entropy: jax.Ref,
+    gradients: Gradients,
     d_logits: jax.Ref,
     *,
     options: HeadOptions,
 ) -> None:
     x, places = _logits(hidden, head, options)
-    table = x - log_total[...]
-    slope = of_logprob[...] + of_entropy[...] * (table + entropy[...])
-    one = jnp.where(places == targets[...], of_logprob[...], 0.0)
+    log_total, of_logprob, of_entropy, entropy = (each[...] for each in gradients)
+    table = x - log_total
+    slope = of_logprob + of_entropy * (table + entropy)
+    one = jnp.where(places == targets[...], of_logprob, 0.0)
     d_logits[...] = (one - jnp.exp(table) * slope).astype(d_logits.dtype)

@@ -141,7 +141,7 @@ class _Strip:
     """A strip of tile j: its logits in float32, their vocabulary indices, and the slices of rows and tokens."""
 
     def __init__(
-        self, logits: jax.Ref, j: jax.Array, start: jax.Array | int, size: int, vocab: int, scale: float
+        self, logits: jax.Ref, j: jax.Array, start: jax.Array | int, size: int, *, vocab: int, scale: float
     ) -> None:
         self.rows = pl.ds(start, size)
         self.tokens = self.rows if vocab == 1 else slice(None)
@@ -164,7 +164,7 @@ def _forward_kernel(
             each[...] = jnp.zeros(each.shape, jnp.float32)
 
     def add(start: jax.Array | int, size: int, *, whole: bool) -> None:
-        strip = _Strip(logits, j, start, size, vocab, scale)
+        strip = _Strip(logits, j, start, size, vocab=vocab, scale=scale)
         x = strip.logits if whole else jnp.where(strip.places < V, strip.logits, LOWEST)
         at = strip.tokens
         along = functools.partial(jnp.sum, axis=vocab, keepdims=True)
@@ -200,7 +200,7 @@ def _backward_kernel(
     j = pl.program_id(2)
 
     def write(start: jax.Array | int, size: int) -> None:
-        strip = _Strip(logits, j, start, size, vocab, scale)
+        strip = _Strip(logits, j, start, size, vocab=vocab, scale=scale)
         at = strip.tokens
         table = strip.logits - log_total[at, :]
         gradient = of_logprob[at, :] * scale

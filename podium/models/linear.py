@@ -282,7 +282,7 @@ def _backward(form: Form, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> 
     if form.pieces:
         x_axes, y_axes, w_axes = (f"BbTt{x_axes[2:]}", f"BbTt{y_axes[2:]}", f"BT{w_axes}")
         x, dy = (_in_pieces(each, form.pieces) for each in (x, dy))
-    dw = _gradient_of_weights(x_axes, y_axes, w_axes, x, dy, shares, on_cpu=form.barrier and not form.pieces)
+    dw = _gradient_of_weights(f"{x_axes},{y_axes}->{w_axes}", x, dy, shares, on_cpu=form.barrier and not form.pieces)
     if form.gradient == "sums":
         return dx, None, dw.astype(form.sums), None
     return dx, dw.astype(form.operands), None, None
@@ -297,21 +297,20 @@ def _in_pieces(x: jax.Array, pieces: tuple[int, ...]) -> jax.Array:
 _product.defvjp(_forward, _backward)
 
 
-def _gradient_of_weights(
-    x_axes: str, y_axes: str, w_axes: str, x: jax.Array, dy: jax.Array, dtype: jnp.dtype, *, on_cpu: bool
-) -> jax.Array:
+def _gradient_of_weights(pattern: str, x: jax.Array, dy: jax.Array, dtype: jnp.dtype, *, on_cpu: bool) -> jax.Array:
     """The weights' gradient: the product of inputs and output gradients over all tokens.
 
     XLA on CPU copies the first operand of such a product to another layout, slowly, so the narrower operand comes
     first. If the result's dimensions then differ from the weights', it is transposed afterwards, as it is smaller than
     operands.
     """
+    x_axes, y_axes, w_axes = pattern.replace("->", ",").split(",")
     inner, outer = ("".join(axis for axis in axes if axis in w_axes) for axes in (x_axes, y_axes))
     first, last = (x_axes, inner, x), (y_axes, outer, dy)
     if first[2].size > last[2].size:
         first, last = last, first
     made = first[1] + last[1]
     if not on_cpu or made == w_axes:
-        return _einsum(f"{x_axes},{y_axes}->{w_axes}", x, dy, dtype)
+        return _einsum(pattern, x, dy, dtype)
     turned = _einsum(f"{first[0]},{last[0]}->{made}", first[2], last[2], dtype)
     return jnp.einsum(f"{made}->{w_axes}", jax.lax.optimization_barrier(turned))  # else XLA would undo the reordering

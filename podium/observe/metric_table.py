@@ -118,8 +118,8 @@ def _judged(name: str) -> Callable[[StepStats], float | None]:
     """Make a reader for a count of judges; the value is None in steps without judges."""
 
     def read(stats: StepStats) -> float | None:
-        rolled = stats.rolled
-        return getattr(rolled, name) if rolled.judge_requests or rolled.judge_cached else None
+        judged = stats.rolled.grading.judged
+        return getattr(judged, name) if judged.requests or judged.cached else None
 
     return read
 
@@ -149,9 +149,9 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("time/train/step_s", "s", "From the first prompt drawn to the new weights in the engine; without evaluation, checkpoint, and writing of metrics.", lambda s: s.seconds.step_s),
         Metric("time/train/step_avg_last10_s", "s", "Mean of the last 10 `time/train/step_s` of this process; from its 10th step on.", lambda s: s.seconds.mean_step_s),
         Metric("time/train/step_cpu_s", "s", "CPU time of the trainer, all threads, during `time/train/step_s`.", lambda s: s.seconds.cpu_s),
-        Metric("time/train/rollout_s", "s", "Generating completions and decoding them to text, including prompts drawn for refills.", lambda s: s.rolled.answer_s - s.rolled.reward_s - s.rolled.scored_s),
-        Metric("time/train/reward_s", "s", "Waiting for the grades of the step.", lambda s: s.rolled.reward_s),
-        Metric("time/train/reward_model_s", "s", "Scoring the step's answers with the reward models; only with `reward_models`.", lambda s: s.rolled.scored_s or None),
+        Metric("time/train/rollout_s", "s", "Generating completions and decoding them to text, including prompts drawn for refills.", lambda s: s.rolled.answer_s - s.rolled.grading.reward_s - s.rolled.grading.scored_s),
+        Metric("time/train/reward_s", "s", "Waiting for the grades of the step.", lambda s: s.rolled.grading.reward_s),
+        Metric("time/train/reward_model_s", "s", "Scoring the step's answers with the reward models; only with `reward_models`.", lambda s: s.rolled.grading.scored_s or None),
         Metric("time/train/advantages_s", "s", "Turning rewards into advantages.", lambda s: s.batched.seconds.advantages_s),
         Metric("time/train/batch_s", "s", "Packing completions into rows and sending them to the devices.", lambda s: s.batched.seconds.batch_s),
         Metric("time/train/score_s", "s", "Log-probabilities of the reference, of a teacher, or of the trainer before the first update, and values of a critic; 0 if none is needed.", lambda s: s.batched.seconds.score_s),
@@ -187,11 +187,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         ), lambda s: s.batched.equal_groups / s.batched.groups),
         Metric("group/dropped", "groups", "Groups left out of the update by `algorithm.zero_variance`.", lambda s: s.batched.dropped_groups),
         Metric("grading/ungraded", "completions", "Completions for which every reward function returned None; they count in no mean.", lambda s: s.completions.ungraded),
-        Metric("grading/unscored", "completions", "Completions that were too long for a reward model, counted for each; their rewards are sums of the other parts. Only with `reward_models`.", lambda s: s.rolled.unscored if s.rolled.scored_s else None),
-        Metric("judge/requests", "requests", "Requests sent to judges, retries included; only with `grading.judges`, like the next three.", _judged("judge_requests")),
-        Metric("judge/tokens", "tokens", "Tokens of the requests to judges and of their replies, as the servers count them.", _judged("judge_tokens")),
-        Metric("judge/cached", "completions", "Completions graded with an earlier reply of a judge: the answer to this prompt came before, or its step was interrupted and repeated.", _judged("judge_cached")),
-        Metric("judge/ungraded", "completions", "Completions for which a judge's reply has no number within its range; their rewards are sums of the other parts.", _judged("judge_ungraded")),
+        Metric("grading/unscored", "completions", "Completions that were too long for a reward model, counted for each; their rewards are sums of the other parts. Only with `reward_models`.", lambda s: s.rolled.grading.unscored if s.rolled.grading.scored_s else None),
+        Metric("judge/requests", "requests", "Requests sent to judges, retries included; only with `grading.judges`, like the next three.", _judged("requests")),
+        Metric("judge/tokens", "tokens", "Tokens of the requests to judges and of their replies, as the servers count them.", _judged("tokens")),
+        Metric("judge/cached", "completions", "Completions graded with an earlier reply of a judge: the answer to this prompt came before, or its step was interrupted and repeated.", _judged("cached")),
+        Metric("judge/ungraded", "completions", "Completions for which a judge's reply has no number within its range; their rewards are sums of the other parts.", _judged("ungraded")),
         Metric("grading/timeouts", "completions", "Completions whose grading exceeded `grading.timeout_s`, or whose code exceeded its task's `timeout_s`.", lambda s: s.completions.timeouts),
     ),
     "Policy": (
@@ -255,22 +255,22 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/truncated_fraction", "fraction", "Completions cut by `rollout.max_new_tokens`, and conversations ended by a limit.", lambda s: s.completions.truncated / max(1, len(s.completions.rewards))),
         Metric("rollout/entropy", "nat", "Entropy of the sampler per token, mean of -log p over all completion tokens, so it exists in every step. Watch it for collapse.", lambda s: s.completions.entropy),
         Metric("rollout/refill_rounds", "rounds", "Extra rounds of generation by `algorithm.zero_variance: refill`.", lambda s: s.rolled.refill_rounds),
-        Metric("rollout/prefill_s", "s", "Prefill calls; if they overlap with decoding (TPU, GPU), only the time to issue them.", lambda s: s.rolled.prefill_s),
-        Metric("rollout/prefill_tokens", "tokens", "Prefilled tokens: prompts, once per group, and tokens whose keys and values were recomputed.", lambda s: s.rolled.prefill_tokens),
-        Metric("rollout/rebuilt_tokens", "tokens", "Prefilled tokens whose keys and values had been computed before.", lambda s: s.rolled.rebuilt_tokens),
-        Metric("rollout/decode_s", "s", "Decode calls.", lambda s: s.rolled.decode_s),
-        Metric("rollout/decode_steps", "steps", "Decode steps, each of all slots of a program at once.", lambda s: s.rolled.decode_steps),
+        Metric("rollout/prefill_s", "s", "Prefill calls; if they overlap with decoding (TPU, GPU), only the time to issue them.", lambda s: s.rolled.calls.prefill_s),
+        Metric("rollout/prefill_tokens", "tokens", "Prefilled tokens: prompts, once per group, and tokens whose keys and values were recomputed.", lambda s: s.rolled.scheduled.prefill_tokens),
+        Metric("rollout/rebuilt_tokens", "tokens", "Prefilled tokens whose keys and values had been computed before.", lambda s: s.rolled.scheduled.rebuilt_tokens),
+        Metric("rollout/decode_s", "s", "Decode calls.", lambda s: s.rolled.calls.decode_s),
+        Metric("rollout/decode_steps", "steps", "Decode steps, each of all slots of a program at once.", lambda s: s.rolled.calls.decode_steps),
         Metric("rollout/slots_busy", "fraction", "Share of slots that drew a token, averaged over decode steps.", lambda s: s.rolled.slots_busy),
         Metric("rollout/slot_utilisation", "fraction", (
             "Like `slots_busy`, but only of the slots of the decode programs in use, which have fewer slots as work "
             "runs out."
         ), lambda s: s.rolled.slot_utilisation),
-        Metric("rollout/pages_peak", "pages", "Largest number of KV cache pages in use.", lambda s: s.rolled.pages_peak),
-        Metric("rollout/preempted", "sequences", "Sequences that lost slot and pages to older ones; raise `rollout.cache_tokens`.", lambda s: s.rolled.preempted),
-        Metric("rollout/evicted", "sequences", "Parked or waiting sequences that lost their pages.", lambda s: s.rolled.evicted),
-        Metric("rollout/parked", "sequences", "Largest number of conversations that waited for their environments at a time, over all hosts; only with conversations.", lambda s: s.conversations and s.rolled.parked),
+        Metric("rollout/pages_peak", "pages", "Largest number of KV cache pages in use.", lambda s: s.rolled.scheduled.pages_peak),
+        Metric("rollout/preempted", "sequences", "Sequences that lost slot and pages to older ones; raise `rollout.cache_tokens`.", lambda s: s.rolled.scheduled.preempted),
+        Metric("rollout/evicted", "sequences", "Parked or waiting sequences that lost their pages.", lambda s: s.rolled.scheduled.evicted),
+        Metric("rollout/parked", "sequences", "Largest number of conversations that waited for their environments at a time, over all hosts; only with conversations.", lambda s: s.conversations and s.rolled.scheduled.parked),
         Metric("rollout/tokens_per_s", "tokens/s", "Completion tokens / seconds of `generate`.", lambda s: s.rolled.tokens_per_s),
-        Metric("rollout/compilations", "programs", "Programs first called during `generate`; 0 after the first steps.", lambda s: s.rolled.compilations),
+        Metric("rollout/compilations", "programs", "Programs first called during `generate`; 0 after the first steps.", lambda s: s.rolled.calls.compilations),
         Metric("rollout/prompt_tokens", "tokens", "Prompt tokens prefilled, one copy per group.", lambda s: s.rolled.prompt_tokens),
         Metric("rollout/completion_tokens", "tokens", "Completion tokens generated.", lambda s: s.rolled.completion_tokens),
         Metric("rollout/dropped_prompts", "prompts", "Prompts above `rollout.max_prompt_tokens`, replaced by others.", lambda s: s.rolled.dropped_prompts),

@@ -7,7 +7,6 @@ computed independently, and its random numbers derive from seed, completion inde
 pages and the other sequences. Log-probabilities may differ by 1e-5 in float32 between program sizes.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
@@ -18,6 +17,7 @@ from podium.rollout.answer import TextDecoder
 from podium.rollout.cache_layout import make_scheduler
 from podium.rollout.engine_device import DrawnRows, EngineDevice, PrefilledRows
 from podium.rollout.request import (
+    CallCounts,
     Completion,
     Drawing,
     Finished,
@@ -63,21 +63,6 @@ class _DecodeCall(NamedTuple):
     read: Callable[[], DrawnRows]
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Counts:
-    """The engine's own counters, in addition to its scheduler's; each means the same as in `RolloutStats`."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    decoded_tokens: int = 0
-    decode_steps: int = 0
-    slot_steps: int = 0
-    compilations: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    generate_s: float = 0.0
-
-
 class RolloutEngine:
     """Answers requests with the most recently loaded policy."""
 
@@ -102,7 +87,8 @@ class RolloutEngine:
         self._submitted = 0
         self._version = 0
         self._unread: _DecodeCall | None = None
-        self._counts = _Counts()
+        self._counts = CallCounts(slots=self.config.slots)
+        self._prompt_tokens = self._completion_tokens = 0
 
     # Weights.
 
@@ -156,7 +142,7 @@ class RolloutEngine:
         self._submitted += 1
         self._sequences |= {sequence.key: sequence for sequence in sequences}
         if not (request.begun or request.ledgers):
-            self._counts.prompt_tokens += len(prompt)
+            self._prompt_tokens += len(prompt)
         return self._submitted - 1
 
     def step(self) -> None:
@@ -276,9 +262,15 @@ class RolloutEngine:
 
     def stats(self) -> RolloutStats:
         """Counts and seconds since the last call of `stats`."""
-        counts, self._counts = self._counts, _Counts()
-        planned = self._scheduler.take_counts()
-        return RolloutStats(slots=self.config.slots, **dataclasses.asdict(counts), **dataclasses.asdict(planned))
+        found = RolloutStats(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            calls=self._counts,
+            scheduled=self._scheduler.take_counts(),
+        )
+        self._counts = CallCounts(slots=self.config.slots)
+        self._prompt_tokens = self._completion_tokens = 0
+        return found
 
     # Many requests at once.
 
@@ -476,7 +468,7 @@ class RolloutEngine:
         return taken
 
     def _completion(self, sequence: Sequence) -> Completion:
-        self._counts.completion_tokens += len(sequence.drawn) - sequence.carried
+        self._completion_tokens += len(sequence.drawn) - sequence.carried
         return sequence.completion(self.tokenizer)
 
     def _fail(self, sequence: Sequence) -> NoReturn:

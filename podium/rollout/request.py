@@ -2,10 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Counts = TypeVar("Counts", bound="DataclassInstance")
 FinishReason = Literal["stop", "length"]
 StopReason = Literal["stop", "length", "turns", "drawn", "calls", "timeout", "failed"]
 """Why a conversation ended: its natural end, a full context, a limit of `rollout.limits`, or a failure."""
@@ -170,24 +174,31 @@ class Finished(NamedTuple):
     completion: Completion
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RolloutStats:
-    """Counts and times (in seconds) of answering prompts, over one or several calls."""
+@dataclasses.dataclass(kw_only=True)
+class CallCounts:
+    """Counts and seconds of an engine's calls."""
 
-    prompt_tokens: int = 0
-    """Prompt tokens, counted once per group."""
-    completion_tokens: int = 0
-    """Tokens sampled, including those of unfinished completions."""
+    slots: int = 0
+    decoded_tokens: int = 0
+    """Tokens drawn by decode steps, including those cut off by a stop string."""
+    decode_steps: int = 0
+    slot_steps: int = 0
+    """Rows of the decode program summed over steps: an upper bound of `decoded_tokens`."""
+    compilations: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    generate_s: float = 0.0
+    """Prefill, decode, and the host's work between them."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class ScheduleCounts:
+    """What an engine's scheduler counts."""
+
     prefill_tokens: int = 0
     """Prefilled tokens: those of prompts and turns, and recomputed ones."""
     rebuilt_tokens: int = 0
     """Prefilled tokens whose keys and values existed before: computed with older weights, or evicted since."""
-    decoded_tokens: int = 0
-    """Tokens drawn by decode steps, including those cut off by a stop string."""
-    decode_steps: int = 0
-    slots: int = 0
-    slot_steps: int = 0
-    """Rows of the decode program summed over steps: an upper bound of `decoded_tokens`."""
     pages_peak: int = 0
     """Largest number of cache pages in use."""
     preempted: int = 0
@@ -196,25 +207,52 @@ class RolloutStats:
     """Parked or waiting sequences whose pages were freed; they are prefilled again."""
     parked: int = 0
     """Largest number of parked sequences at a time, with or without pages."""
-    compilations: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    generate_s: float = 0.0
-    """Prefill, decode, and the host's work between them."""
+
+
+class JudgeCounts(NamedTuple):
+    """Counts of requests to judges."""
+
+    requests: int = 0
+    """Requests sent, including retries."""
+    tokens: int = 0
+    """Tokens of requests and replies, as the servers count them."""
+    cached: int = 0
+    """Grades taken from stored replies."""
+    ungraded: int = 0
+    """Replies without a number."""
+
+    def __add__(self, other: object) -> "JudgeCounts":
+        assert isinstance(other, JudgeCounts), "counts are added to counts"
+        return JudgeCounts(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+
+NO_REQUESTS = JudgeCounts()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradingCounts:
+    """Counts and seconds of grading."""
+
     reward_s: float = 0.0
     """Time spent waiting for grades after the last completion."""
     scored_s: float = 0.0
     """Time in which models of the run graded answers."""
     unscored: int = 0
     """Answers that were too long for a model that grades them, counted once for each such model."""
-    judge_requests: int = 0
-    """Requests sent to judges, including retries."""
-    judge_tokens: int = 0
-    """Tokens of the requests to judges and of their replies."""
-    judge_cached: int = 0
-    """Answers that judges had graded before."""
-    judge_ungraded: int = 0
-    """Answers for which a judge's reply has no valid grade."""
+    judged: JudgeCounts = NO_REQUESTS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutStats:
+    """Counts and times (in seconds) of answering prompts, over one or several calls."""
+
+    prompt_tokens: int = 0
+    """Prompt tokens, counted once per group."""
+    completion_tokens: int = 0
+    """Tokens sampled, including those of unfinished completions."""
+    calls: CallCounts = dataclasses.field(default_factory=CallCounts)
+    scheduled: ScheduleCounts = dataclasses.field(default_factory=ScheduleCounts)
+    grading: GradingCounts = GradingCounts()
     answer_s: float = 0.0
     """Time from prompts to graded completions, over all hosts."""
     dropped_prompts: int = 0
@@ -232,22 +270,24 @@ class RolloutStats:
     @property
     def rebuild_s(self) -> float:
         """`prefill_s` times the share of prefilled tokens that were rebuilt; 0 without prefill."""
-        return self.prefill_s * self.rebuilt_tokens / self.prefill_tokens if self.prefill_tokens else 0.0
+        counts = self.scheduled
+        return self.calls.prefill_s * counts.rebuilt_tokens / counts.prefill_tokens if counts.prefill_tokens else 0.0
 
     @property
     def slot_utilisation(self) -> float:
         """Share of `slot_steps` that drew a token; 0 without steps."""
-        return self.decoded_tokens / self.slot_steps if self.slot_steps else 0.0
+        return self.calls.decoded_tokens / self.calls.slot_steps if self.calls.slot_steps else 0.0
 
     @property
     def slots_busy(self) -> float:
         """Share of all slots that drew a token, averaged over steps; 0 without steps."""
-        return self.decoded_tokens / (self.decode_steps * self.slots) if self.decode_steps else 0.0
+        calls = self.calls
+        return calls.decoded_tokens / (calls.decode_steps * calls.slots) if calls.decode_steps else 0.0
 
     @property
     def tokens_per_s(self) -> float:
         """Completion tokens per second of `generate`; 0 if no tokens were sampled."""
-        return self.completion_tokens / self.generate_s if self.generate_s else 0.0
+        return self.completion_tokens / self.calls.generate_s if self.calls.generate_s else 0.0
 
     def then(self, later: "RolloutStats") -> "RolloutStats":
         """Statistics of this call followed by `later` on the same slots."""
@@ -266,11 +306,13 @@ _SHARED_BY_HOSTS = (
 )  # fmt: skip
 
 
-def _merged(one: RolloutStats, other: RolloutStats, *, larger: tuple[str, ...]) -> RolloutStats:
-    """Sum each field, but take the larger value of the fields in `larger`."""
+def _merged(one: Counts, other: Counts, *, larger: tuple[str, ...]) -> Counts:
+    """Sum each field, but take the larger value of the fields in `larger`; groups of fields likewise."""
 
-    def merge(name: str) -> float:
+    def merge(name: str) -> object:
         values = getattr(one, name), getattr(other, name)
+        if dataclasses.is_dataclass(values[0]):
+            return _merged(*values, larger=larger)
         return max(values) if name in larger else values[0] + values[1]
 
-    return dataclasses.replace(one, **{each.name: merge(each.name) for each in dataclasses.fields(RolloutStats)})
+    return dataclasses.replace(one, **{each.name: merge(each.name) for each in dataclasses.fields(one)})

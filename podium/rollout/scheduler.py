@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from podium.rollout.pages import Pages
-from podium.rollout.sequence import Counts, Group, Queues, Sequence, SharedPrompt
+from podium.rollout.request import ScheduleCounts
+from podium.rollout.sequence import Group, Queues, Sequence, SharedPrompt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,9 +247,9 @@ class Scheduler:
         """Number of slots of the current decode program."""
         return self.shards * self.slots.per_shard
 
-    def take_counts(self) -> Counts:
+    def take_counts(self) -> ScheduleCounts:
         """The counts since the last call; the peak of pages restarts at those now in use."""
-        counts, self.queues.counts = self.queues.counts, Counts()
+        counts, self.queues.counts = self.queues.counts, ScheduleCounts()
         return counts
 
     def wants_size(self) -> bool:

@@ -15,7 +15,16 @@ from podium.config.section import LARGEST, SMALLEST
 from podium.models.blocks.choices import ChoiceFormat
 from podium.rollout.answer import TextDecoder, answer_text
 from podium.rollout.recorded_routes import Routes, unknown
-from podium.rollout.request import Completion, FinishReason, Key, PromptScores, Request, SamplingParams, unscored
+from podium.rollout.request import (
+    Completion,
+    FinishReason,
+    Key,
+    PromptScores,
+    Request,
+    SamplingParams,
+    ScheduleCounts,
+    unscored,
+)
 
 MAX_STOP_TOKENS = 8
 LONGEST = "rollout.max_episode_tokens (unset: max_prompt_tokens + max_new_tokens)"
@@ -289,22 +298,6 @@ class Group:
         return all(sequence.attached for sequence in self.sequences.values())
 
 
-@dataclasses.dataclass(kw_only=True)
-class Counts:
-    """The scheduler's counters."""
-
-    pages_peak: int = 0
-    prefill_tokens: int = 0
-    rebuilt_tokens: int = 0
-    """Prefilled tokens whose keys and values had been computed before."""
-    preempted: int = 0
-    """Running sequences that lost their slot and pages."""
-    evicted: int = 0
-    """Parked or waiting sequences that lost their pages."""
-    parked: int = 0
-    """Largest number of parked sequences."""
-
-
 class Queues:
     """All sequences of an engine, by state."""
 
@@ -320,7 +313,7 @@ class Queues:
         running."""
         self.parked: dict[Sequence, None] = {}
         """Parked sequences, longest parked first."""
-        self.counts = Counts()
+        self.counts = ScheduleCounts()
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence from its queue."""

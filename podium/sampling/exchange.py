@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from podium.hosts.distributed import AgreedStop, HostFailedError, Interrupted
 from podium.job.watchdog import Watchdog
 from podium.observe.stats import EnvironmentStats
-from podium.rollout.request import RolloutStats
+from podium.rollout.request import GradingCounts, JudgeCounts, RolloutStats
 from podium.sampling.conversations.carry import Answer
 from podium.tasks.conversations.conversing import Answered
 
@@ -103,11 +103,8 @@ class Exchange:
         """Join the statistics of all hosts."""
         if not self.together:
             return functools.reduce(RolloutStats.beside, hosts)
-        return dataclasses.replace(  # all hosts have counted the same, except for grading
-            hosts[0],
-            reward_s=max(stats.reward_s for stats in hosts),
-            judge_requests=sum(stats.judge_requests for stats in hosts),
-            judge_tokens=sum(stats.judge_tokens for stats in hosts),
-            judge_cached=sum(stats.judge_cached for stats in hosts),
-            judge_ungraded=sum(stats.judge_ungraded for stats in hosts),
+        grading = GradingCounts(
+            reward_s=max(stats.grading.reward_s for stats in hosts),
+            judged=sum((stats.grading.judged for stats in hosts), JudgeCounts()),
         )
+        return dataclasses.replace(hosts[0], grading=grading)  # all hosts have counted the same, except for grading

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from podium.observe.stats import EnvironmentStats
-from podium.rollout.request import Completion, RolloutStats
+from podium.rollout.request import Completion, GradingCounts, RolloutStats
 from podium.sampling.conversations.carry import Answer, Pending
 from podium.sampling.conversations.episode import Episode
 from podium.sampling.exchange import HostPart
@@ -77,14 +77,9 @@ class Grades:
 
     def _with_grading(self, stats: RolloutStats, start: float) -> RolloutStats:
         """Add to the statistics the time waited since `start`, and the requests to judges."""
-        judged = self._grader.take_judged()
         return dataclasses.replace(
             stats,
-            reward_s=time.perf_counter() - start,
-            judge_requests=judged.requests,
-            judge_tokens=judged.tokens,
-            judge_cached=judged.cached,
-            judge_ungraded=judged.ungraded,
+            grading=GradingCounts(reward_s=time.perf_counter() - start, judged=self._grader.take_judged()),
         )
 
 

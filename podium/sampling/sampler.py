@@ -246,7 +246,8 @@ class Sampler:
         groups = self._finished(refill.groups, settings)
         if carries:
             self.partial.pending = tuple(pending)
-            self._learn(groups)
+            if self.feed.tasks.learns:
+                self._learn(groups)
         return refill.in_order(groups), dataclasses.replace(
             refill.stats,
             in_flight=len(pending),
@@ -310,7 +311,8 @@ class Sampler:
         for scorer in self._scorers if groups else ():
             groups, more = scorer.scored(groups, self.feed)
             too_long += more
-        return groups, dataclasses.replace(stats, scored_s=time.perf_counter() - start, unscored=too_long)
+        grading = dataclasses.replace(stats.grading, scored_s=time.perf_counter() - start, unscored=too_long)
+        return groups, dataclasses.replace(stats, grading=grading)
 
     def _finished(self, groups: list[Group], settings: AnswerSettings) -> list[Group]:
         """Finish all groups of a step: standardise scores, and separate greedy completions."""

@@ -14,10 +14,11 @@ from typing import Any
 
 from podium.config.schema import GradingConfig, TaskConfig
 from podium.plain import without_middle
+from podium.rollout.request import JudgeCounts
 from podium.tasks.conversations.environment_forms import machine_checks, scores_itself
 from podium.tasks.functions import FunctionGrader, Part
 from podium.tasks.grading_worker import Item, Outcome, grade_item
-from podium.tasks.judges import Judge, JudgeCounts, ReplyStore
+from podium.tasks.judges import Judge, ReplyStore
 from podium.tasks.mixture import TaskPrompt
 from podium.tasks.registry import make_task, task_labels
 from podium.tasks.rewards import RewardOptions, make_reward, named_parts, own_functions

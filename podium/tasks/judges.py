@@ -20,6 +20,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from podium.config.judge import JudgeConfig
+from podium.rollout.request import JudgeCounts
 from podium.tasks.functions import FIRST_PAUSE_S, CallSettings, FunctionError
 from podium.tasks.task import Graded, Prompt
 
@@ -43,23 +44,6 @@ SHOWN_CHARS = 300
 
 class JudgeError(FunctionError):
     """A server does not answer, or refuses the request; the message has the judge's name, the reason and a remedy."""
-
-
-class JudgeCounts(NamedTuple):
-    """Counts of requests to judges."""
-
-    requests: int = 0
-    """Requests sent, including retries."""
-    tokens: int = 0
-    """Tokens of requests and replies, as the servers count them."""
-    cached: int = 0
-    """Grades taken from stored replies."""
-    ungraded: int = 0
-    """Replies without a number."""
-
-    def __add__(self, other: object) -> "JudgeCounts":
-        assert isinstance(other, JudgeCounts), "counts are added to counts"
-        return JudgeCounts(*(mine + its for mine, its in zip(self, other, strict=True)))
 
 
 class Reply(NamedTuple):

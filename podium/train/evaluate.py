@@ -79,8 +79,8 @@ def evaluate(rollouts: Sampler) -> Evaluation:
         answers[task] = greedy or sampled
     stats = EvaluationStats(
         tasks=tasks,
-        rollout_s=rolled.answer_s - rolled.reward_s - rolled.scored_s,
-        reward_s=rolled.reward_s + rolled.scored_s,
+        rollout_s=rolled.answer_s - rolled.grading.reward_s - rolled.grading.scored_s,
+        reward_s=rolled.grading.reward_s + rolled.grading.scored_s,
         step_s=time.perf_counter() - start,
     )
     return Evaluation(stats=stats, groups=answers)

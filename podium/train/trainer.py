@@ -216,7 +216,7 @@ class Trainer:
         coefs = {name: float(value) for name, value in state.coefs.items()}
         alone = dataclasses.replace(state, models={}, coefs={})
         state, updated, coefs = self._update_policy(alone, batches, step, coefs)
-        if batches:
+        if batches and coefs:
             found = penalty.mean_kl if penalty is not None else updated.token_means.get("kl_reference")
             coefs = after_step(self.recipe, coefs, kl=found)
         state = dataclasses.replace(state, models=models)
@@ -249,12 +249,12 @@ class Trainer:
         fixed = self.fixed
         for position, batch in enumerate(todo, start=end - len(todo)):
             self._ahead.wait(self._named(UPDATE, batch))
-            applied = loss_coefs(self.recipe, coefs)
-            given = self._with_coefs(batch, applied)
+            applied = loss_coefs(self.recipe, coefs) if coefs else {}
+            given = self._with_coefs(batch, applied) if coefs else batch
             state, metrics = self.train_step(at_schedule_step(state, position), given, fixed)
             metrics = jax.device_get(metrics)
             broken = int(metrics.pop("broken_row"))
-            if float(batch.num_tokens):  # otherwise it holds only demonstrations
+            if coefs and float(batch.num_tokens):  # otherwise it holds only demonstrations
                 coefs = after_update(self.recipe, coefs, entropy=float(metrics["entropy"]))
             shown = applied | {name: coefs[name] for name in (KL_COEF,) if name in coefs}
             made.append(_update_stats(metrics | shown, float(batch.num_tokens), rate))

@@ -189,10 +189,10 @@ def test_the_workload_is_what_the_engine_counts():
         completions=np.array([[len(each.tokens) for each in group] for group in completions]),
     )
     found = simulate_rollout(lengths, config(rollout=CONFIG.model_dump()).rollout)
-    assert found.decode_steps == counted.decode_steps
+    assert found.decode_steps == counted.calls.decode_steps
     assert found.slot_utilisation == pytest.approx(counted.slot_utilisation)
     assert found.slots_busy(CONFIG.slots) == pytest.approx(counted.slots_busy)
-    assert found.prefill_tokens == counted.prefill_tokens
+    assert found.prefill_tokens == counted.scheduled.prefill_tokens
     assert found.completion_tokens == counted.completion_tokens
     assert found.prompt_tokens == counted.prompt_tokens
 

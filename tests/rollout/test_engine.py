@@ -29,7 +29,7 @@ from podium.models.params import ROLLOUT_AXES
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import abstract_engine_cache, abstract_slots
-from podium.rollout.request import Request, RolloutStats, SamplingParams
+from podium.rollout.request import CallCounts, Request, RolloutStats, SamplingParams, ScheduleCounts
 from podium.sharding import ShardingRules
 
 MIXED = [
@@ -195,7 +195,7 @@ def test_scores_survive_the_loss_of_a_sequences_pages():
     with whole_slots():
         engine = make_engine(few)
     answers, stats = engine.generate(requests)
-    assert stats.preempted and stats.rebuilt_tokens
+    assert stats.scheduled.preempted and stats.scheduled.rebuilt_tokens
     for one, other in zip(answers, answers_of(shared_engine(), requests), strict=True):
         for own, alone in zip(one[0].prompt_scores.arrays, other[0].prompt_scores.arrays, strict=True):
             np.testing.assert_allclose(own, alone, rtol=0, atol=ROUNDING)
@@ -295,48 +295,62 @@ def test_stats_count_what_was_done():
     assert stats.completion_tokens == tokens
     assert stats.prompt_tokens == sum(len(request.prompt) for request in MIXED)
     decoded = tokens - sum(map(len, answers))  # each first one comes of what prefill has left
-    assert stats.decoded_tokens == decoded
-    assert stats.prefill_tokens == stats.prompt_tokens
-    assert stats.slots_busy == pytest.approx(decoded / (stats.decode_steps * CONFIG.slots))
-    assert stats.slots_busy <= stats.slot_utilisation == decoded / stats.slot_steps  # fewer slots, as work runs out
-    assert (stats.preempted, stats.evicted, stats.rebuilt_tokens) == (0, 0, 0)
-    assert 0 < stats.pages_peak <= cache_pages(CONFIG, 1)
-    assert stats.prefill_s > 0
-    assert stats.decode_s > 0
+    assert stats.calls.decoded_tokens == decoded
+    assert stats.scheduled.prefill_tokens == stats.prompt_tokens
+    assert stats.slots_busy == pytest.approx(decoded / (stats.calls.decode_steps * CONFIG.slots))
+    # fewer slots, as work runs out
+    assert stats.slots_busy <= stats.slot_utilisation == decoded / stats.calls.slot_steps
+    assert (stats.scheduled.preempted, stats.scheduled.evicted, stats.scheduled.rebuilt_tokens) == (0, 0, 0)
+    assert 0 < stats.scheduled.pages_peak <= cache_pages(CONFIG, 1)
+    assert stats.calls.prefill_s > 0
+    assert stats.calls.decode_s > 0
     assert stats.tokens_per_s > 0
 
 
 def test_stats_of_calls_one_after_the_other_add_up():
-    one = RolloutStats(completion_tokens=8, decoded_tokens=6, decode_steps=3, slots=4, slot_steps=12, generate_s=2.0)
-    other = RolloutStats(completion_tokens=2, decoded_tokens=2, decode_steps=1, slots=4, slot_steps=4, generate_s=3.0)
-    parked = [dataclasses.replace(each, parked=n) for each, n in ((one, 3), (other, 2))]
-    assert (parked[0].then(parked[1]).parked, parked[0].beside(parked[1]).parked) == (3, 5)
+    one = RolloutStats(
+        completion_tokens=8,
+        calls=CallCounts(decoded_tokens=6, decode_steps=3, slots=4, slot_steps=12, generate_s=2.0),
+    )
+    other = RolloutStats(
+        completion_tokens=2,
+        calls=CallCounts(decoded_tokens=2, decode_steps=1, slots=4, slot_steps=4, generate_s=3.0),
+    )
+    first, second = (
+        dataclasses.replace(each, scheduled=ScheduleCounts(parked=n)) for each, n in ((one, 3), (other, 2))
+    )
+    assert (first.then(second).scheduled.parked, first.beside(second).scheduled.parked) == (3, 5)
     both = one.then(other)
-    assert (both.decode_steps, both.slots, both.slot_utilisation, both.tokens_per_s) == (4, 4, 0.5, 2.0)
+    assert (both.calls.decode_steps, both.calls.slots, both.slot_utilisation, both.tokens_per_s) == (4, 4, 0.5, 2.0)
     assert RolloutStats().then(one) == one.then(RolloutStats()) == one
 
 
 def test_stats_of_hosts_side_by_side_are_those_of_one_engine_with_all_their_slots():
     one = RolloutStats(
-        prefill_s=1.0, decode_s=3.0, decode_steps=10, slots=4, slot_steps=40, decoded_tokens=20,
-        generate_s=4.0, compilations=1, prompt_tokens=7, completion_tokens=80,
+        prompt_tokens=7,
+        completion_tokens=80,
+        calls=CallCounts(
+            prefill_s=1.0, decode_s=3.0, decode_steps=10, slots=4, slot_steps=40, decoded_tokens=20, generate_s=4.0,
+            compilations=1,
+        ),
     )  # fmt: skip
-    other = dataclasses.replace(one, decode_steps=20, slot_steps=80, decoded_tokens=60, generate_s=8.0)
+    slower = dataclasses.replace(one.calls, decode_steps=20, slot_steps=80, decoded_tokens=60, generate_s=8.0)
+    other = dataclasses.replace(one, calls=slower)
     assert one.beside(RolloutStats()) == RolloutStats().beside(one) == one  # a host without a prompt
     both = one.beside(other)
     assert both == other.beside(one)
-    assert both.decode_steps == 20
+    assert both.calls.decode_steps == 20
     assert both.slots_busy == 80 / (20 * 8)  # of both hosts' slots, as long as the slower one ran
     assert both.slot_utilisation == 80 / 120
     assert (both.completion_tokens, both.tokens_per_s) == (160, 160 / 8.0)
-    assert (both.decode_s, both.compilations, both.prompt_tokens) == (3.0, 1, 14)
+    assert (both.calls.decode_s, both.calls.compilations, both.prompt_tokens) == (3.0, 1, 14)
 
 
 def test_decoding_stops_when_no_slot_is_live():
     request = random_requests(1, seed=12, completions=1, max_new_tokens=3, temperature=0.0)[0]
     engine = make_engine(CONFIG.model_copy(update={"refill_steps": 50}))
     answers, stats = engine.generate([request])
-    assert stats.decode_steps == len(answers[0][0].tokens) - 1
+    assert stats.calls.decode_steps == len(answers[0][0].tokens) - 1
 
 
 def test_a_sequence_of_the_greatest_length_fits():

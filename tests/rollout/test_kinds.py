@@ -115,8 +115,8 @@ def test_preemption_loses_nothing():
     with whole_slots():
         engine = make_engine(SMALL)
     found, stats = engine.generate(REQUESTS)
-    assert stats.preempted > 0
-    assert stats.rebuilt_tokens > 0
+    assert stats.scheduled.preempted > 0
+    assert stats.scheduled.rebuilt_tokens > 0
     assert same(found, answers())
     pages = engine._scheduler.pages
     assert [len(free) for free in pages.free_cells] == [6]

@@ -153,7 +153,7 @@ def test_requests_that_come_one_by_one_or_are_preempted_give_the_same(overlap):
         engine = make_engine(SMALL)
     engine.device.overlap = overlap
     answers, stats = engine.generate(MIXED)
-    assert stats.preempted > 0
+    assert stats.scheduled.preempted > 0
     assert same(answers, expected())
     engine, found, numbers = shared_engine(), {}, []
     for request in reversed(MIXED):  # the first has no penalty: the sets are made while it runs

@@ -76,9 +76,9 @@ def test_requests_that_come_one_by_one_give_the_tokens_of_all_at_once(overlap):
 def test_preemption_loses_nothing():
     engine = make_engine(SMALL)
     answers, stats = engine.generate(MIXED)
-    assert stats.preempted > 0
-    assert stats.rebuilt_tokens > 0
-    assert stats.pages_peak <= 20
+    assert stats.scheduled.preempted > 0
+    assert stats.scheduled.rebuilt_tokens > 0
+    assert stats.scheduled.pages_peak <= 20
     check_all({Key(n, i): each for n, group in enumerate(answers) for i, each in enumerate(group)})
     assert_clean(engine)
 
@@ -123,8 +123,9 @@ def test_a_conversation_prefills_only_what_is_new_and_gives_the_tokens_of_one_lo
         whole = [*first.prompt, *turns[Key(number, key.completion)].tokens.tolist(), 7, 8, 9]
         alone = Request(prompt=tuple(whole), sampling=reply, seed=5, completions=2)
         close(made, answers_of(shared_engine(), [alone])[0][key.completion])
-    assert stats.prefill_tokens == 20 + 2 * (1 + 3)  # the prompt once; of each turn the last drawn and what is new
-    assert stats.rebuilt_tokens == 0
+    # the prompt once; of each turn the last drawn and what is new
+    assert stats.scheduled.prefill_tokens == 20 + 2 * (1 + 3)
+    assert stats.scheduled.rebuilt_tokens == 0
     assert_clean(engine)
 
 
@@ -172,7 +173,7 @@ def test_what_is_taken_out_and_submitted_again_gives_the_same_tokens(steps):
     versions = [np.sum(each.versions == 0) for group in answers for each in group]
     assert (first.completion_tokens, versions) == (sum(drawn), drawn)
     assert second.completion_tokens == sum(len(each.tokens) for group in answers for each in group) - sum(drawn)
-    assert (second.rebuilt_tokens > 0) == (steps > 0)
+    assert (second.scheduled.rebuilt_tokens > 0) == (steps > 0)
     engine.load(tiny_params())
     assert_clean(engine)
 
@@ -277,7 +278,8 @@ def test_a_restored_conversation_draws_as_if_it_had_not_been_interrupted():
     found = drain(engine, [engine.submit(restored)])
     stats = engine.stats()
     assert set(found) == {Key(0, 1), Key(0, 2)}
-    assert stats.rebuilt_tokens == 20 + sum(len(ledger) - 1 - 16 for ledger in ledgers.values())  # two pages are shared
+    own = sum(len(ledger) - 1 - 16 for ledger in ledgers.values())  # two pages are shared
+    assert stats.scheduled.rebuilt_tokens == 20 + own
     middle = dataclasses.replace(
         restored, begun={i: cut(whole[Key(0, i)], i) if i else whole[Key(0, i)] for i in range(3)}
     )
@@ -305,7 +307,7 @@ def test_only_what_was_evicted_counts_as_rebuilt():
         engine.step()
     stats = engine.stats()
     made_before = 21 + len(turn.tokens) - 1  # the last one drawn had not entered the cache
-    assert (stats.rebuilt_tokens, stats.prefill_tokens) == (made_before, made_before + 1 + 3)
+    assert (stats.scheduled.rebuilt_tokens, stats.scheduled.prefill_tokens) == (made_before, made_before + 1 + 3)
 
 
 def test_what_ends_a_generation_leaves_nothing_behind():

@@ -13,7 +13,7 @@ from tiny_runs import assert_same_run, config_of, make_config, read_records, rol
 from podium.config.errors import ConfigError
 from podium.observe.alarms import length_distance
 from podium.observe.run_dir import saved_steps
-from podium.rollout.request import Completion, RolloutStats
+from podium.rollout.request import CallCounts, Completion, RolloutStats, ScheduleCounts
 from podium.sampling.conversations.carry import Pending, Position, chosen
 from podium.sampling.sampler import Sampler
 from podium.settings import load_settings
@@ -123,7 +123,7 @@ def test_no_token_is_lost_or_counted_twice(carried):
     held = sum(len(each.tokens) for pending in carried.position.pending for each in pending.completions)
     assert sum(stats.completion_tokens for stats in carried.stats) == taken + held
     assert {stats.in_flight for stats in carried.stats} == {2}
-    assert sum(stats.rebuilt_tokens for stats in carried.stats) > 0
+    assert sum(stats.scheduled.rebuilt_tokens for stats in carried.stats) > 0
 
 
 def test_the_lengths_that_were_drawn_are_those_of_all_that_ended(carried):
@@ -148,9 +148,11 @@ def test_the_distance_of_lengths_is_the_largest_between_their_distribution_funct
 
 
 def test_the_time_of_rebuilding_is_its_share_of_the_prefilled_tokens():
-    stats = RolloutStats(prefill_s=2.0, prefill_tokens=400, rebuilt_tokens=100)
+    stats = RolloutStats(
+        calls=CallCounts(prefill_s=2.0), scheduled=ScheduleCounts(prefill_tokens=400, rebuilt_tokens=100)
+    )
     assert stats.rebuild_s == 0.5
-    assert RolloutStats(prefill_s=2.0).rebuild_s == 0
+    assert RolloutStats(calls=CallCounts(prefill_s=2.0)).rebuild_s == 0
 
 
 def test_a_position_is_read_as_it_was_written(carried):

@@ -305,7 +305,7 @@ def test_random_conversations_leave_nothing(talk, monkeypatch, rounds):
             rollouts.exchange.poll = poll
             with contextlib.suppress(KeyboardInterrupt):
                 groups, stats = rollouts.answer(rollouts.feed.next(10), settings)
-                seen["evicted"] += stats.evicted + stats.preempted
+                seen["evicted"] += stats.scheduled.evicted + stats.scheduled.preempted
                 seen.update(transcript.finish_reason for group in groups for transcript in group.transcripts)
                 seen["moved"] += rollouts.held.moved
                 seen["wrong"] += sum(ran.error for ran in rollouts.held.ran)

@@ -9,7 +9,7 @@ from tiny_runs import make_config, make_group, spec_of
 from podium.job.job_records import ProgressReport
 from podium.observe.alarms import RewardAlarm
 from podium.observe.stats import BatchSeconds, BatchStats, StepStats, TokenCounts, UpdateStats
-from podium.rollout.request import RolloutStats
+from podium.rollout.request import GradingCounts, RolloutStats
 from podium.sampling.groups import StepGroups
 from podium.train import recorder as recorder_module
 from podium.train.recorder import Recorder
@@ -78,7 +78,7 @@ def record_steps(count: int, *, checkpoint_s: float | None = None, equal_groups:
             ticks = iter((0.0, float(step)))
             patch.setattr(recorder_module.time, "perf_counter", lambda ticks=ticks: next(ticks))
             recorder.begin_step(checkpoint_s)
-            made = StepGroups(groups, RolloutStats(answer_s=0.5, reward_s=0.2))
+            made = StepGroups(groups, RolloutStats(answer_s=0.5, grading=GradingCounts(reward_s=0.2)))
             recorder.write(step, made, batched, UPDATED, sync_s=0.1)
     return kept
 

@@ -45,17 +45,17 @@ def same_bits(one: Transcript, other: Transcript) -> bool:
 def check_schedules(talk, schedules: dict[str, dict[str, Any]], latest_s: float) -> None:
     first = held(talk, AT_ONCE)
     (stats,) = first.stats
-    assert stats.rebuilt_tokens == 0 and 1 <= stats.parked <= 64
+    assert stats.scheduled.rebuilt_tokens == 0 and 1 <= stats.scheduled.parked <= 64
     assert max(each.num_turns for each in first.transcripts) == 3
     distinct = sum(len(g.tokens) + sum(len(t.tokens) - len(g.tokens) for t in g.transcripts) for g in first.groups[0])
-    assert stats.prefill_tokens < distinct
+    assert stats.scheduled.prefill_tokens < distinct
     for name, changes in schedules.items():
         other = held(talk, changes)
         for one, two in same_episodes(first, other):
             assert_same_draws(two, one)
         if changes["environment"] != "Counting":
             assert max(second for each in other.held for second in each.reply_s) > latest_s / 2, name
-        rebuilt = sum(each.rebuilt_tokens for each in other.stats)
+        rebuilt = sum(each.scheduled.rebuilt_tokens for each in other.stats)
         assert (rebuilt > 0) == (name in ("small cache", "carry-over")), name
         if name == "carry-over":
             assert len({version for each in other.transcripts for version in each.versions.tolist()}) == 3
@@ -67,7 +67,7 @@ def check_bits(talk, schedules: dict[str, dict[str, Any]]) -> None:
     for name, changes in schedules.items():
         room = {"rollout": {"cache_tokens": 128}} if name == "small cache" else {}
         other = held(talk, merged(merged(changes, EXACTLY), room))
-        assert sum(each.preempted + each.evicted for each in other.stats) == 0
+        assert sum(each.scheduled.preempted + each.scheduled.evicted for each in other.stats) == 0
         if name == "carry-over":
             again = held(talk, merged(AT_ONCE | CARRY, EXACTLY))
             pairs = [(again.by_prompt()[key], group) for key, group in other.by_prompt().items()]

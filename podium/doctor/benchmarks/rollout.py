@@ -123,7 +123,7 @@ def measure(spec: RunSpec, engine: RolloutEngine, lengths: SequenceLengths) -> R
         cpu, start = time.process_time(), time.perf_counter()
         _, stats = engine.generate(requests)
         found[name] = _figures(stats, time.perf_counter() - start, time.process_time() - cpu)
-        assert not stats.compilations, "programs were compiled in advance"
+        assert not stats.calls.compilations, "programs were compiled in advance"
     context = float(np.mean(np.repeat(lengths.prompts, lengths.completions.shape[1]) + lengths.completions.ravel() / 2))
     floor_ms, floor = _floor(spec, device, context)
     for each in found.values():
@@ -193,13 +193,13 @@ def _figures(stats: RolloutStats, wall_s: float, cpu_s: float) -> dict[str, floa
     return {
         "tokens_per_s": stats.completion_tokens / wall_s,
         "tokens_per_cpu_s": stats.completion_tokens / cpu_s,
-        "ms_per_step": 1e3 * stats.decode_s / stats.decode_steps,
+        "ms_per_step": 1e3 * stats.calls.decode_s / stats.calls.decode_steps,
         "slots_busy": stats.slots_busy,
         "slot_utilisation": stats.slot_utilisation,
-        "steps": stats.decode_steps,
+        "steps": stats.calls.decode_steps,
         "tokens": stats.completion_tokens,
-        "prefill_tokens": stats.prefill_tokens,
-        "prefill_s": stats.prefill_s,
+        "prefill_tokens": stats.scheduled.prefill_tokens,
+        "prefill_s": stats.calls.prefill_s,
         "wall_s": wall_s,
         "cpu_s": cpu_s,
     }

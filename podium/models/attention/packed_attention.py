@@ -50,7 +50,7 @@ def row_attention(backend: Backend, visibility: Visibility, rules: ShardingRules
     device = rules.mesh.devices.flat[0]
 
     def on_gpu(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, sinks: jax.Array | None) -> jax.Array:
-        return gpu_attention(q, k, v, visibility, sinks, options_for(q, device))
+        return gpu_attention(q, k, v, visibility, sinks, options=options_for(q, device))
 
     of_rows: Attention = {"tpu_kernel": tpu_attention, "gpu_kernel": on_gpu, "blocks": blockwise_attention}[backend]
     if (devices := rules.num_shards("tokens")) > 1:

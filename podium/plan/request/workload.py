@@ -377,7 +377,7 @@ class _Rollouts:
         stats = self._engine.stats()
         return Workload(
             prefill_calls={chunk: -(-calls // steps) for chunk, calls in work.prefills.items()},
-            prefill_tokens=stats.prefill_tokens // steps,
+            prefill_tokens=stats.scheduled.prefill_tokens // steps,
             copy_calls=-(-work.copies // steps),
             copied_pages=work.copied // steps,
             decodes={
@@ -389,10 +389,10 @@ class _Rollouts:
             prompt_tokens=int(lengths.prompts.sum()),
             completion_tokens=int(lengths.drawn.sum()),
             completions=lengths.completions.size,
-            preempted=stats.preempted // steps,
+            preempted=stats.scheduled.preempted // steps,
             staleness=float(np.mean(self._staleness)),
-            rebuilt_tokens=stats.rebuilt_tokens // steps,
-            pages_peak=stats.pages_peak,
+            rebuilt_tokens=stats.scheduled.rebuilt_tokens // steps,
+            pages_peak=stats.scheduled.pages_peak,
             seconds=(device.now - began) / steps,
             idle_s=self._idle_s / steps,
         )
