@@ -71,20 +71,23 @@ def model_checks(updates: Updates) -> Iterator[Check]:
         )
     causes = ("every token once", "prompts untrained", "positions", *adapters)
     own = (*causes, "log-probabilities")
-    for name, at, after in (("log-probabilities", 1.0, causes), ("temperature", OTHER_TEMPERATURE, own)):
-        naive = subject.naive_scores(tokens, starts, subject.weights, at).logprobs
-        where = "each sequence computed alone, in float64" if at == 1.0 else f"the logits divided by {at:g}"
+    divided = f"the logits divided by {OTHER_TEMPERATURE:g}, or by the run's temperature"
+    for name, at, after, where in (
+        ("log-probabilities", (1.0,), causes, "each sequence computed alone, in float64"),
+        ("temperature", (OTHER_TEMPERATURE, None), own, divided),
+    ):
+        naive = {each: list(subject.naive_scores(tokens, starts, subject.weights, each).logprobs) for each in at}
         yield Check(
             name=name,
             claim=f"the trainer's log-probabilities are those of a softmax of {where}",
-            difference=_score_error(updates, at, list(naive)),
+            difference=largest(_score_error(updates, each, wanted) for each, wanted in naive.items()),
             after=after,
         )
     sampled = [each.full_logprobs for group in subject.sampled for each in group]
     yield Check(
         name="sampler",
         claim="the sampler's log-probabilities are the trainer's",
-        difference=_score_error(updates, temperature, sampled),
+        difference=_score_error(updates, None, sampled),
         after=("sampling", "log-probabilities", *(() if temperature == 1.0 else ("temperature",))),
     )
 
@@ -103,14 +106,15 @@ def scoring_checks(updates: Updates) -> Iterator[Check]:
         )
 
 
-def _score_error(updates: Updates, temperature: float, expected: list[np.ndarray]) -> float:
+def _score_error(updates: Updates, temperature: float | None, expected: list[np.ndarray]) -> float:
     """The trainer's largest log-probability error, divided by the largest expected log-probability, as absolute values.
 
-    `expected` has one array per completion.
+    `temperature` replaces the one that the run resolves to, unless it is None. `expected` has one array per completion.
     """
     subject = updates.subject
     settings, _ = updates.programs(UNPACKED)
-    settings = settings._replace(update=dataclasses.replace(settings.update, temperature=temperature))
+    if temperature is not None:
+        settings = settings._replace(update=dataclasses.replace(settings.update, temperature=temperature))
     batch = shard_batch(updates.batch(UNPACKED), settings.computing)
     rows = np.concatenate(np.asarray(make_score(settings)(subject.params(one_device()), batch)))  # a completion in each
     starts = [len(group.tokens) - 1 for group in subject.groups for _ in group.transcripts]
@@ -248,10 +252,11 @@ def _forms(subject: Subject) -> Iterator[tuple[str, str, tuple[str, ...], Form]]
         if choice != "none":
             yield f"remat {choice}", f"with train.remat {choice}", packed, Form(train={**PLAIN, "remat": choice})
     chunks, groups = {**PLAIN, "head_chunk_tokens": CHUNK_TOKENS}, {**PLAIN, "layer_chunk_tokens": ROW_TOKENS}
-    yield "head chunks", "with the head in chunks, the last one shorter", packed, Form(train=chunks)
+    apart = Form(packing="none", train=chunks)  # every row has tokens, the last one too
+    yield "head chunks", "with the head in chunks, the last one shorter", (), apart
     if jax.devices()[0].platform == "tpu" and subject.rules.compared is None:
         yield "head fused", "with the head as a kernel", packed, Form(train={**chunks, "head": "fused"})
-    yield "layer chunks", "with layers that compute some rows at a time", packed, Form(train=groups)
+    yield "layer chunks", "with layers that compute some rows at a time", (), dataclasses.replace(apart, train=groups)
     yield AS_CONFIGURED, "with the config's own settings of train", packed, Form(train={})
 
 

@@ -65,8 +65,8 @@ def training_checks(updates: Updates) -> Iterator[Check]:
     yield from _update_checks(subject, training)
     yield Check(
         name="resume",
-        claim="a resumed run repeats the step after the checkpoint bit for bit: prompts, answers, weights",
-        difference=float(_other_step(training.resumed, training.steps[-1])),
+        claim="a run goes on from its newest checkpoint, and from one before repeats a step bit for bit",
+        difference=float(_other_step(training.resumed, training.steps[-1]) + (training.newest != len(training.steps))),
         bar=0,
         after=("hand-over",),
     )

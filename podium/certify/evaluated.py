@@ -9,7 +9,7 @@ from podium.certify.check_result import Check
 from podium.certify.drawn import DRAW_BAR, OF_MODEL, OF_SAMPLER, Drawing, Sampling, compared, fits
 from podium.certify.naive_draws import NO_CUT, Cut, request_seed
 from podium.certify.naive_rules import KL_TO
-from podium.certify.numbers_task import EVALUATED, TOO_LONG, Numbers, asked_tokens
+from podium.certify.numbers_task import EVALUATED, MOST_EVALUATED, TOO_LONG, Numbers, asked_tokens
 from podium.certify.small_run import EVAL_SAMPLES
 from podium.certify.subject import Subject, shortest_prompt
 from podium.certify.talk import asked, demonstrated, is_right
@@ -23,8 +23,10 @@ OF_DRAWS = ("hand-over", "repetition penalty", "cuts", "draws")
 LIKELIEST = 1e-4  # nats by which a greedy token may be less likely than the likeliest one, since rounding may swap them
 REWARD_BAR = 1e-4  # of rewards of preferences, in nats: sums of log-ratios in float32
 Z_95 = 1.959963984540054  # standard deviations that hold 95 % of a normal distribution
-ASKED = [(index, question) for index, question in enumerate(EVALUATED) if question != TOO_LONG]
-"""Questions that fit into a prompt, each with its index in EVALUATED."""
+EVERY = EVALUATED[:MOST_EVALUATED]
+"""The questions of an evaluation."""
+ASKED = [(index, question) for index, question in enumerate(EVERY) if question != TOO_LONG]
+"""Those that fit into a prompt, each with its index."""
 
 
 def evaluation_check(subject: Subject, training: Training) -> Check:
@@ -98,7 +100,7 @@ def _wrong_scores(found: Evaluated) -> int:
     answers = [transcript for group in found.greedy for transcript in group.transcripts]
     cut = np.array([transcript.finish_reason != "stop" for transcript in answers])
     rewards = [reward for group in found.greedy for reward in group.rewards]
-    scores, n = found.scores, len(EVALUATED)
+    scores, n = found.scores, len(EVERY)
     passed = [_share_of_sets(sampled, size) / n for size in range(1, EVAL_SAMPLES + 1)]
     pairs = (
         (scores.accuracy, greedy.sum() / n),
@@ -123,7 +125,7 @@ def _wrong_preferences(subject: Subject, training: Training, told: PreferenceSta
     if told is None or training.settings.moving:  # with a model that moves on, too
         return int(rules.preferences and told is None)
     numbers = Numbers(TaskSource(), vocab=subject.decoder.vocab, shortest=shortest_prompt(subject.recipe))
-    asked = [each for each in numbers.prompts("eval") if each.id != TOO_LONG]
+    asked = [each for each in numbers.prompts("eval")[:MOST_EVALUATED] if each.id != TOO_LONG]
     given = [(each, *answer) for each in asked for answer in demonstrated(subject.recipe, each)]
     size = subject.room.episodes
     parts = [given[first : first + size] for first in range(0, len(given), size)]

@@ -12,7 +12,9 @@ from podium.algorithms.losses import Tokens, entropy_loss, policy_loss
 from podium.certify.answer_ends import ends_check
 from podium.certify.check_result import Check, largest
 from podium.certify.known_answers import grades_check
+from podium.certify.known_files import files_check
 from podium.certify.known_models import architectures_check
+from podium.certify.known_rows import rows_check
 from podium.certify.made_up_rewards import rewards_check
 from podium.certify.mixtures import choice_check, mixture_check
 from podium.certify.naive import Scores, Sequences, in_float64, kl_losses, objective, policy_losses
@@ -184,7 +186,9 @@ def formula_checks(updates: Updates) -> Iterator[Check]:
     yield rewards_check()
     yield plays_check(updates.subject.user.tasks)
     yield grades_check(updates.subject.user.tasks)
+    yield rows_check()
     yield architectures_check()
+    yield files_check()
 
 
 def formula_cases(own: Rules) -> dict[str, list[Changes]]:

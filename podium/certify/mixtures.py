@@ -9,7 +9,7 @@ import numpy as np
 from podium.certify.check_result import Check
 from podium.certify.naive_draws import request_seed
 from podium.certify.naive_mixture import Draw, NaiveMixture
-from podium.certify.numbers_task import LONGEST_PROMPT, NAME, QUESTIONS, LetterBackend
+from podium.certify.numbers_task import EVALUATED, LONGEST_PROMPT, NAME, QUESTIONS, LetterBackend
 from podium.config.data import DataConfig, ProgressConfig, RetireConfig
 from podium.config.schema import CurriculumConfig, TaskConfig
 from podium.models.text.tokenizer import Tokenizer
@@ -71,7 +71,9 @@ def _wrong(spec: RolloutSpec, *, levels: int, by_progress: bool = False) -> int:
     naive = NaiveMixture(SEED, WEIGHTS, sizes, window=WINDOW, spread=SPREAD, by_progress=by_progress, retire=RETIRE)
     run = _run(spec, prompts)
     expected: list[tuple[int, Draw]] = []  # of the prompts in flight
-    number = wrong = 0
+    last = [*range(len(tasks) - 1), len(tasks) + levels - 2]  # the level of each task that is evaluated
+    asked = [[(each.task, each.prompt.id) for each in own] for own in run.feed.tasks.eval_prompts(2).values()]
+    number, wrong = 0, int(asked != [[(level, each) for each in EVALUATED[:2]] for level in last])
     for drawn in range(DRAWS):
         if drawn % RESUMED == RESUMED - 1:
             saved = json.loads(json.dumps(run.position.record()))

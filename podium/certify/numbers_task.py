@@ -46,6 +46,8 @@ HELD_OUT = "held_out"
 """Name of the column that only evaluation questions have."""
 EVALUATED = (TOO_LONG, *map(str, reversed(range(QUESTIONS))))
 """Ids of the evaluation questions, in order."""
+MOST_EVALUATED = QUESTIONS
+"""How many of them an evaluation asks: the last one is left out."""
 
 
 class Numbers:
@@ -154,8 +156,8 @@ def calls_in(turn: int, text: str) -> list[Called]:
 
 
 def fails(turn: int, text: str) -> bool:
-    """Whether an answer makes the environment fail: about one second answer in six does."""
-    return turn == 1 and sum(map(ord, text)) % 6 == 1
+    """Whether an answer makes the environment fail: about one second answer in three does."""
+    return turn == 1 and sum(map(ord, text)) % 3 == 1
 
 
 def reply_to(turn: int, text: str, vocab: int, seed: int) -> list[tuple[int, ...]]:
@@ -183,8 +185,8 @@ def following(drawn: Sequence[int], turn: int, vocab: int, seed: int) -> tuple[i
 
 
 def pay(question: str, turn: int, text: str) -> float:
-    """The reward of a turn, 0 to 2."""
-    return (sum(map(ord, text)) + len(question) + turn) % 5 / 2
+    """The reward of a turn, 0 to 0.5: most conversations earn less than 1, where a share of right answers is cut."""
+    return (sum(map(ord, text)) + len(question) + turn) % 5 / 8
 
 
 def final_pay(text: str) -> float:

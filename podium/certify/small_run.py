@@ -20,6 +20,7 @@ from podium.certify.numbers_task import (
     LONGEST_PROMPT,
     LONGEST_REPLY,
     MOST_CALLS,
+    MOST_EVALUATED,
     NAME,
     STOPS,
     TURNS,
@@ -87,6 +88,7 @@ RATE = 1e-3
 SGD_RATE = 0.03
 DECAY = 0.1
 WARMUP = 3  # optimizer steps
+FINAL_FRACTION = 0.1  # replaces 0, with which the last optimizer step would change nothing
 CRITIC_WARMUP = 1  # steps
 CRITIC_UPDATES = 2  # of each minibatch
 CLIPPED = 0.7  # clip_norm as a fraction of the first gradient's norm, so that all gradients are clipped
@@ -180,7 +182,7 @@ def _small_step(config: Config) -> Config:
     talks = not twice.demonstrations and any(conversing(task) is not None for task in config.tasks)
     row_tokens = LONGEST_PROMPT + 2 * MAX_NEW_TOKENS if twice.data_form == "pair" else ROW_TOKENS
     sizes = {"packing": "shared_prompts", "row_tokens": row_tokens, "rows_per_device": None, "tokens_per_device": None}
-    asked: dict[str, object] = {"at_start": False, "at_end": False, "every_steps": 0, "questions": None}
+    asked: dict[str, object] = {"at_start": False, "at_end": False, "every_steps": 0, "questions": MOST_EVALUATED}
     asked |= {"greedy": True, "samples": EVAL_SAMPLES}
     if config.eval.temperature == 1:
         asked["temperature"] = EVAL_TEMPERATURE
@@ -278,6 +280,8 @@ def training_settings(subject: Subject) -> RunSettings:
     given = config.train.optimizer
     changed = {
         "learning_rate": SGD_RATE if given.name == "sgd" else RATE,
+        "schedule": "linear" if given.schedule == "constant" else given.schedule,
+        "final_fraction": given.final_fraction or FINAL_FRACTION,
         "warmup_steps": WARMUP,
         "weight_decay": given.weight_decay or DECAY,
         "clip_norm": CLIPPED * gradient_norm(naive.gradient),

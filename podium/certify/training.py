@@ -40,11 +40,12 @@ from podium.train.batches.batch import Batch
 from podium.train.batches.run_shapes import RunShapes
 from podium.train.checkpoints.checkpoint import Checkpointer
 from podium.train.checkpoints.saving import Saving
+from podium.train.checkpoints.step_files import newest_whole_step
 from podium.train.evaluate import evaluate
 from podium.train.first_state import Origin, make_optimizers
 from podium.train.held_out import held_out_preferences
 from podium.train.loop import run_steps
-from podium.train.open import RunParts, go_on_sampling, make_source, open_trainer
+from podium.train.open import RunParts, go_on_sampling, load_state, make_source, open_trainer
 from podium.train.recorder import Recorder
 from podium.train.setup import run_spec
 from podium.train.state import TrainState
@@ -126,6 +127,8 @@ class Training:
     """The last step, run again after resuming from the checkpoint before it."""
     weights: Arrays
     """All weights after the last step."""
+    newest: int | None
+    """The step from which the same command would go on, after the last one."""
     ledgers: Sequence[Ledger]
     """The conversations that the engine held."""
     evaluation: "Evaluated | None"
@@ -161,13 +164,16 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
         trainer = open_trainer(origin, rollouts.feed, Path(folder), RunShapes(spec.batch, keep=lambda kept: None))
         recorded = stack.enter_context(_watched(trainer, rollouts, shares))
         saving = CheckpointConfig(every_steps=spec.steps - 1, every_minutes=0.0)
-        checkpointer = Checkpointer(Path(folder) / "checkpoints", saving, origin.weights.base)
+        checkpoints = Path(folder) / "checkpoints"
+        checkpointer = Checkpointer(checkpoints, saving, origin.weights.base)
         stack.callback(checkpointer.close)
         run = _make_run(spec, rollouts, trainer, checkpointer, steps=recorded, resources=stack)
         run_steps(run, state, 0)
-        state, saved = checkpointer.restore(spec.steps - 1, origin.abstract())
-        go_on_sampling(rollouts, saved, state.params, frozen, done=spec.steps - 1)
-        run_steps(run, state, spec.steps - 1)
+        newest = newest_whole_step(checkpoints, run.around.say, run.around.job.watchdog.beat)
+        named = settings.config.algorithm.recipe
+        state, saved, done = load_state(origin, spec.steps - 1, checkpointer, run.around, named)
+        go_on_sampling(rollouts, saved, state.params, frozen, done=done)
+        run_steps(run, state, done)
         *steps, resumed = recorded
         weights = {**steps[-1].weights, **(resumed.updates[-1].after if resumed.updates else {})}
         dropped = list(ledgers.dropped)
@@ -183,6 +189,7 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
         steps=steps,
         resumed=resumed,
         weights=weights,
+        newest=newest,
         ledgers=dropped,
         evaluation=evaluation,
     )

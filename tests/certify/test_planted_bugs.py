@@ -14,6 +14,7 @@ import planted_engine
 import planted_formulas
 import planted_preferences
 import planted_prompts
+import planted_reading
 import planted_runs
 import planted_updates
 import pytest
@@ -296,6 +297,21 @@ SLOW: dict[Callable[[], Plant], Named] = {
     planted_runs.repetition_rewarded: Named(formula_checks, "rewards"),
     planted_runs.logprobs_after_the_penalty_saved: Named(training_checks, "resume", "penalised"),
     planted_runs.staleness_reported_one_too_high: Named(training_checks, "metrics"),
+    planted_reading.sides_of_conversations_swapped: Named(formula_checks, "rows of data"),
+    planted_reading.earlier_messages_dropped: Named(formula_checks, "rows of data"),
+    planted_reading.whole_solutions_as_references: Named(formula_checks, "rows of data"),
+    planted_reading.keys_and_values_swapped_in_files: Named(formula_checks, "files of weights"),
+    planted_reading.pairs_of_gguf_not_turned: Named(formula_checks, "files of weights"),
+    planted_reading.adapters_of_the_layer_behind: Named(formula_checks, "files of weights"),
+    planted_reading.newest_checkpoint_passed_over: Named(training_checks, "resume"),
+    planted_reading.all_questions_evaluated: Named(training_checks, "evaluation"),
+    planted_reading.first_level_evaluated: Named(formula_checks, "mixture of tasks"),
+    planted_reading.failures_called_wrong_answers: Named(training_checks, "shares of right answers", "talk"),
+    planted_reading.temperature_of_at_least_1: Named(model_checks, "temperature"),
+    planted_reading.last_rows_of_a_layer_without_gradient: Named(form_checks, "layer chunks"),
+    planted_reading.critic_s_rates_counted_by_its_updates: Named(
+        training_checks, "new weights of the critic", "valued"
+    ),
 }
 README = Path(__file__).parents[2] / "README.md"
 BUGS = {**QUICK, **SLOW}
