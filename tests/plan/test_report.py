@@ -210,7 +210,7 @@ def test_without_a_price_there_are_chip_hours_and_the_way_to_set_one():
 
 
 def test_a_plan_without_seconds_has_neither_timeline_nor_cost():
-    made = plan(step=None, tokens_per_s_per_device=None, host=None)
+    made = plan(step=None, tokens_per_s_per_chip=None, host=None)
     text = output(plan_sections(entry(made)))
     assert "seconds per step unknown" in text and "a step" not in text and "cost" not in text
 
