@@ -25,6 +25,7 @@ from podium.plan.result import Seconds
 from podium.plan.search.study import cost_of
 from podium.prices import Price
 from podium.run.machine import Machine
+from podium.run.roles import find_decoder
 from podium.settings import load_settings
 
 GIB = 2**30
@@ -318,6 +319,30 @@ def test_the_gpus_compiler_knows_every_gpu_and_machine():
     assert done.returncode == 0, done.stderr
     described = (f"{kind} 1 ('gpu', '{gpu.capability}')" for kind, gpu in GPUS.items() if gpu.compiled)
     assert done.stdout.split("\n")[:-1] == [*described, "0 1"]
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_the_demo_is_planned_on_every_gpu(kind):
+    """An update multiplies each weight six times per token, counting additions."""
+    config = load_settings([ROOT / "configs" / "demo.yaml"], [], {}).config
+    planned = Planned.of(config, find_accelerator(f"{kind}-1"))
+    made = make_plan(planned, fast=True)
+    constants = json.loads((CHIPS / f"{kind}.json").read_text())["constants"]
+    update = next(phase for phase in made.phases if phase.name == "update")
+    assert made.verdict == "fits" and update.seconds is not None
+    multiplied = 6 * find_decoder(config).stored * made.workload.completion_tokens
+    assert update.seconds.high > multiplied / constants["flops_bf16"]["value"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GPU_COMPILER, reason="jax-cuda12-plugin, the GPU's compiler, is not installed")
+def test_a_t4_trains_the_demo():
+    config = load_settings([ROOT / "configs" / "demo.yaml"], [], {}).config
+    made = make_plan(Planned.of(config, find_accelerator("t4-1")))
+    assert made.verdict == "fits" and not made.doubts
+    assert {phase.name for phase in made.phases if phase.compiled} == {
+        "init", "sync", "prefill", "copy", "decode", "update"
+    }  # fmt: skip
 
 
 def test_the_compilers_environment_keeps_it_from_looking_for_a_tpu():
