@@ -47,7 +47,7 @@ def plan(model: str, tpu: str) -> Plan:
 def row(model: str, tpu: str, found: Plan) -> dict[str, Any]:
     """What the table says of one plan."""
     assert found.step is not None
-    assert found.tokens_per_s_per_device is not None
+    assert found.tokens_per_s_per_chip is not None
     timed = {phase.name: phase for phase in found.phases if phase.seconds is not None}
     longest = max(timed.values(), key=lambda phase: phase.seconds.value if phase.seconds else 0.0)
     return {
@@ -62,7 +62,7 @@ def row(model: str, tpu: str, found: Plan) -> dict[str, Any]:
         "phases_s": {name: round(phase.seconds.value, 3) for name, phase in timed.items() if phase.seconds},
         "longest": longest.name,
         "bound_by": longest.bound_by,
-        "tokens_per_s_per_chip": round(found.tokens_per_s_per_device.value),
+        "tokens_per_s_per_chip": round(found.tokens_per_s_per_chip.value),
     }
 
 

@@ -1,8 +1,8 @@
 """The known machines: sizes, hosts, memory, interconnect. One table for config, plan, pods and train. No jax.
 
-Sizes follow Cloud TPU's documentation (docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, "Configurations"): names of
-v5e and v6e count chips, names of v4 and v5p count TensorCores, two per chip, which a program sees as one device. Hosts
-are the processes of jax.distributed: one per virtual machine.
+Sizes follow Cloud TPU's documentation (docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x, "Configurations").
+Names of TPUs count TensorCores. A v5e, v6e or TPU 8t chip has one. The two of a v4 or v5p chip are one device; the two
+of a TPU7x or TPU 8i chip are two. Hosts are the processes of jax.distributed: one per virtual machine.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 GIB = 2**30
 GPU_POOL = 0.9
@@ -41,11 +41,13 @@ class Accelerator:
     generation: str
     """The kind of chip, which names its file of constants in `podium/chips`."""
     devices: int
-    """Devices over all hosts, as jax counts them: chips. The two TensorCores of a v4 or v5p chip are one device."""
+    """Devices over all hosts, as jax counts them: chips, or TPU7x's TensorCores."""
     hosts: int
     """Number of host processes, as jax.distributed counts them."""
     hbm_bytes: int
     """Usable memory of a device; for TPUs, what their compiler calls available."""
+    chip_devices: int = 1
+    """Devices of a chip, which is what clouds rent."""
     torus: tuple[int, ...] = ()
     """Chips along each axis of a slice's interconnect; empty if chips are connected by a switch or not at all."""
     wrapped: tuple[bool, ...] = ()
@@ -61,6 +63,16 @@ class Accelerator:
     def devices_per_host(self) -> int:
         """Devices of each process."""
         return self.devices // self.hosts
+
+    @property
+    def chips(self) -> int:
+        """Chips over all hosts; prices are per chip."""
+        return self.devices // self.chip_devices
+
+    @property
+    def chips_per_host(self) -> int:
+        """Chips of each process."""
+        return self.chips // self.hosts
 
     @property
     def devices_per_slice(self) -> int:
@@ -85,7 +97,8 @@ class Accelerator:
     @property
     def compiled(self) -> bool:
         """Whether programs can be compiled for it where it is not; otherwise it is planned by its figures alone."""
-        return self.generation not in GPUS or GPUS[self.generation].compiled
+        kind = GPUS.get(self.generation) or TPUS.get(self.generation)
+        return kind is None or kind.compiled
 
     @property
     def topology(self) -> str:
@@ -116,10 +129,6 @@ class Accelerator:
     @property
     def _axes(self) -> list[tuple[int, bool]]:
         return list(zip(self.torus, self.wrapped, strict=True))
-
-
-# From the compiler's error messages about too large programs (libtpu 0.0.42.1): "exceeds available HBM (31.25G)".
-HBM_GIB = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
 
 
 MACHINE = 8
@@ -175,12 +184,70 @@ GPUS: Mapping[str, Gpu] = {
     "mi300x": Gpu(memory=192 * GIB, capability="gfx942", names=("AMD Instinct MI300X",), compiled=False),
     "mi355x": Gpu(memory=288 * GIB, capability="gfx950", names=("AMD Instinct MI355X",), compiled=False),
 }
-CHIPS_2D = (1, 4, 8, 16, 32, 64, 128, 256)  # v5e and v6e: 1x1, 2x2, 2x4, 4x4, ..., 16x16
-CORES_3D = {"v4": (8, 16, 32, 64, 128, 256, 512), "v5p": (8, 16, 32, 64, 128, 256, 512, 1024)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tpu:
+    """A generation of TPUs; the sources of its other numbers are in its file in `podium/chips`."""
+
+    memory: int
+    """Bytes of a device that its compiler calls available."""
+    names: tuple[str, ...]
+    """Beginnings of jax's `device_kind`."""
+    cores: tuple[int, ...]
+    """TensorCores of each size."""
+    chip_cores: int = 1
+    """TensorCores of a chip."""
+    chip_devices: int = 1
+    """Devices of a chip."""
+    wiring: Literal["flat", "cubic", "switched"] = "cubic"
+    """The interconnect: a torus of two or three dimensions, or no torus."""
+    sparse_core: bool = False
+    """Whether its SparseCore exchanges arrays while the TensorCore multiplies."""
+    chip_config: str | None = None
+    """As in `Accelerator`."""
+    compiled: bool = True
+    """Whether its compiler knows it; if not, it is planned by its figures alone."""
+
+
+FLAT = (1, 4, 8, 16, 32, 64, 128, 256)
+"""Chips of the slices of v5e and v6e: 1x1, 2x2, 2x4, 4x4, ..., 16x16."""
+# Memory is from the compiler's error messages about too large programs (libtpu 0.0.42.1): "exceeds available HBM
+# (31.25G)". The compiler does not know TPU 8t and 8i (nor does 0.0.52): of their memory the same share is assumed as of
+# TPU7x's, and their names, sizes and hosts of four chips are assumed to be as TPU7x's.
+TPUS: Mapping[str, Tpu] = {
+    "v4": Tpu(
+        memory=_gib(30.75),
+        names=("TPU v4",),
+        cores=(8, 16, 32, 64, 128, 256, 512),
+        chip_cores=2,
+        chip_config="megacore",
+    ),
+    "v5e": Tpu(memory=_gib(15.75), names=("TPU v5 lite", "TPU v5e"), cores=FLAT, wiring="flat"),
+    "v5p": Tpu(memory=_gib(95.74), names=("TPU v5",), cores=(8, 16, 32, 64, 128, 256, 512, 1024), chip_cores=2),
+    "v6e": Tpu(memory=_gib(31.25), names=("TPU v6 lite", "TPU v6e"), cores=FLAT, wiring="flat", sparse_core=True),
+    "tpu7x": Tpu(
+        memory=_gib(94.75),
+        names=("TPU7x",),
+        cores=(2, 8, 16, 32, 64, 128, 256, 512),
+        chip_cores=2,
+        chip_devices=2,
+        sparse_core=True,
+    ),
+    "tpu8t": Tpu(memory=_gib(213.19), names=("TPU8t",), cores=(4, 8, 16, 32, 64, 128, 256), compiled=False),
+    "tpu8i": Tpu(
+        memory=_gib(142.12),
+        names=("TPU8i",),
+        cores=(8, 16, 32, 64, 128, 256),
+        chip_cores=2,
+        chip_devices=2,
+        wiring="switched",
+        compiled=False,
+    ),
+}
 GPU_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64, 128, 256)
 """Supported numbers of GPUs."""
 ALIASES = {"v5e": "v5litepod"}  # the cloud's name of v5e
-NOT_CLOUD_TPU = ("tpu7x", "v7x", "ironwood")
 Kernels = Literal["tpu", "gpu", "none"]
 """The kind of kernels that run on a device; `none`: XLA's own operations are used instead."""
 LEAST_CAPABILITY = (8, 0)
@@ -194,20 +261,12 @@ CPU_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16"})
 XLA_BFLOAT16 = frozenset({"AVX512_BF16", "AMX", "AMX_FP16"})
 """Values of XLA's flag xla_cpu_max_isa that allow at least one of the instruction sets in CPU_BFLOAT16."""
 
-TPU_KINDS: Mapping[str, str] = {
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU v5 lite": "v5litepod",
-    "TPU v5e": "v5litepod",
-    "TPU v5": "v5p",
-    "TPU v4": "v4",
-}
 OTHER_GPUS = ("NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 Laptop", "NVIDIA GeForce RTX 5090 Laptop")
 """GPUs that are not in the table, although their names begin like one that is."""
-_NAMES = TPU_KINDS | {name: kind for kind, gpu in GPUS.items() for name in gpu.names} | dict.fromkeys(OTHER_GPUS, "")
+_NAMES = {name: kind for kind, each in {**TPUS, **GPUS}.items() for name in each.names} | dict.fromkeys(OTHER_GPUS, "")
 DEVICE_KINDS: Mapping[str, str] = {name: _NAMES[name] for name in sorted(_NAMES, key=len, reverse=True)}
-"""Beginnings of jax's `device_kind`, longer ones first, and the kind of machine in an accelerator's name."""
-SPARSE_CORES = ("v6e", "TPU v6 lite", "TPU v6e")
+"""Beginnings of jax's `device_kind`, longer ones first, and the generation of each."""
+SPARSE_CORES = tuple(name for kind, tpu in TPUS.items() if tpu.sparse_core for name in (kind, *tpu.names))
 """Names, in this table and in jax, of the TPU generations whose SparseCore exchanges arrays while the TensorCore
 multiplies."""
 
@@ -224,10 +283,6 @@ def find_accelerator(name: str) -> Accelerator:
     kind, _, size = name.strip().lower().rpartition("-")
     known = f"{ALIASES.get(kind, kind)}-{size}"
     if known not in table:
-        if kind in NOT_CLOUD_TPU:
-            raise AcceleratorError(
-                "Google rents TPU7x on GKE and Compute Engine, not as Cloud TPU VMs; its figures are not here yet"
-            )
         if kind in GPUS and not GPUS[kind].networked and size.isdecimal() and int(size) > GPUS[kind].machine:
             others = ", ".join(other for other, gpu in GPUS.items() if gpu.networked)
             raise AcceleratorError(
@@ -266,15 +321,17 @@ def recognise(device_kind: str, devices: int, slices: int = 1) -> Accelerator | 
         return None
     if kind in GPUS:
         return accelerators().get(f"{kind}-{devices}")
-    one = accelerators().get(f"{kind}-{devices // slices * (2 if kind in CORES_3D else 1)}")
+    if kind not in TPUS:
+        return None
+    cores = devices // slices * TPUS[kind].chip_cores // TPUS[kind].chip_devices
+    one = accelerators().get(f"{ALIASES.get(kind, kind)}-{cores}")
     return one and _joined(one, slices)
 
 
 @functools.cache
 def accelerators() -> dict[str, Accelerator]:
     """Every known accelerator by name, small to large within its kind."""
-    slices = [_flat_slice(generation, chips) for generation in ("v5e", "v6e") for chips in CHIPS_2D]
-    slices += [_cubic_slice(generation, cores) for generation, sizes in CORES_3D.items() for cores in sizes]
+    slices = [_slice(generation, cores) for generation, tpu in TPUS.items() for cores in tpu.cores]
     counts = [
         (kind, count) for kind, gpu in GPUS.items() for count in GPU_COUNTS if count <= gpu.machine or gpu.networked
     ]
@@ -381,42 +438,57 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(flags) - hidden
 
 
-def _flat_slice(generation: str, chips: int) -> Accelerator:
-    """A slice of v5e or v6e. Up to 8 chips form one machine; larger slices consist of 2x2 machines. Only axes of 16
-    chips are rings.
+def _slice(generation: str, cores: int) -> Accelerator:
+    """A slice of TPUs with this number of TensorCores."""
+    tpu = TPUS[generation]
+    chips = cores // tpu.chip_cores
+    wiring = {"flat": _flat, "cubic": _cubic, "switched": _switched}[tpu.wiring](chips)
+    return Accelerator(
+        name=f"{ALIASES.get(generation, generation)}-{cores}",
+        generation=generation,
+        devices=chips * tpu.chip_devices,
+        hosts=max(1, chips // math.prod(wiring.host_bounds)),
+        hbm_bytes=tpu.memory,
+        chip_devices=tpu.chip_devices,
+        chip_config=tpu.chip_config,
+        torus=wiring.torus,
+        wrapped=wiring.wrapped,
+        host_bounds=wiring.host_bounds,
+    )
+
+
+class _Wiring(NamedTuple):
+    """How the chips of a slice are joined, as in `Accelerator`."""
+
+    torus: tuple[int, ...]
+    wrapped: tuple[bool, ...]
+    host_bounds: tuple[int, int, int]
+
+
+def _flat(chips: int) -> _Wiring:
+    """Two dimensions. Up to 8 chips form one machine; larger slices consist of 2x2 machines. Only axes of 16 chips are
+    rings.
     """
     rows = 2 ** (int(math.log2(chips)) // 2)
     torus = (rows, chips // rows)
-    bounds = (*torus, 1) if chips <= 8 else (2, 2, 1)
-    return Accelerator(
-        name=f"{ALIASES.get(generation, generation)}-{chips}",
-        generation=generation,
-        devices=chips,
-        hosts=max(1, chips // math.prod(bounds)),
-        hbm_bytes=int(HBM_GIB[generation] * GIB),
-        torus=torus,
-        wrapped=tuple(size == 16 for size in torus),
-        host_bounds=bounds,
-    )
+    return _Wiring(torus, tuple(size == 16 for size in torus), (*torus, 1) if chips <= 8 else (2, 2, 1))
 
 
-def _cubic_slice(generation: str, cores: int) -> Accelerator:
-    """A slice of v4 or v5p: 2x2x1 machines, arranged as close to a cube as possible. Axes are rings from 4x4x4 on."""
-    chips = cores // 2
+def _cubic(chips: int) -> _Wiring:
+    """Three dimensions: one chip, or 2x2x1 machines, arranged as close to a cube as possible. Axes are rings from 4x4x4
+    on.
+    """
+    if chips == 1:
+        return _Wiring((1, 1, 1), (False,) * 3, (1, 1, 1))
     torus = [2, 2, 1]
     while math.prod(torus) < chips:  # 2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, ...
         torus[max(axis for axis, size in enumerate(torus) if size == min(torus))] *= 2
-    return Accelerator(
-        name=f"{generation}-{cores}",
-        generation=generation,
-        devices=chips,
-        hosts=chips // 4,
-        hbm_bytes=int(HBM_GIB[generation] * GIB),
-        torus=tuple(torus),
-        wrapped=(min(torus) >= 4,) * 3,
-        host_bounds=(2, 2, 1),
-        chip_config="megacore" if generation == "v4" else None,
-    )
+    return _Wiring(tuple(torus), (min(torus) >= 4,) * 3, (2, 2, 1))
+
+
+def _switched(chips: int) -> _Wiring:
+    """Machines of four chips, any two of which are few hops apart (TPU 8i's Boardfly); counted as if by a switch."""
+    return _Wiring((), (), (2, 2, 1))
 
 
 def _gpus(kind: str, count: int) -> Accelerator:

@@ -112,12 +112,17 @@ class ShardingRules:
         """
         if self.platform != "tpu":
             return self.mesh.size
-        return MOST_AT_ONCE if self.mesh.devices.flat[0].device_kind in SPARSE_CORES else MOST_IN_PIECES
+        return MOST_AT_ONCE if self.device_kind in SPARSE_CORES else MOST_IN_PIECES
 
     @property
     def platform(self) -> str:
         """The jax platform of the mesh's devices: cpu, gpu or tpu."""
         return self.mesh.devices.flat[0].platform
+
+    @property
+    def device_kind(self) -> str:
+        """Jax's name of the kind of the mesh's devices."""
+        return self.mesh.devices.flat[0].device_kind
 
     @property
     def kernels(self) -> Kernels:

@@ -13,6 +13,7 @@ from podium.compiler import (
     FUSED_GATHERS,
     OFFLOADED_OPTIONS,
     SPARSE_CORE,
+    TPU7X_OPTIONS,
     TPU_OPTIONS,
     WHOLE_GATHERS,
     WHOLE_GATHERS_FROM,
@@ -53,7 +54,8 @@ def test_weights_come_whole_where_a_device_has_many_tokens_for_them():
 
 
 @pytest.mark.parametrize(
-    ("kind", "takes"), [("v6e", True), ("TPU v6 lite", True), ("TPU v6e", True), ("v5e", False), ("TPU v4", False)]
+    ("kind", "takes"),
+    [("v6e", True), ("TPU v6 lite", True), ("TPU v6e", True), ("TPU7x", True), ("v5e", False), ("TPU v4", False)],
 )
 def test_where_collectives_have_a_core_of_their_own_weights_always_come_whole(kind, takes):
     options = compiler_options("tpu", kind=kind)
@@ -73,6 +75,15 @@ def test_what_the_environment_says_of_an_option_holds(monkeypatch):
     (first, *_), whole = SPARSE_CORE, compiler_options("tpu", kind="v6e")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_other=1 --{first}=false")
     assert compiler_options("tpu", kind="v6e") == {name: value for name, value in whole.items() if name != first}
+
+
+@pytest.mark.parametrize("options", [compiler_options, engine_options])
+@pytest.mark.parametrize(("kind", "takes"), [("tpu7x", True), ("TPU7x", True), ("v6e", False), ("TPU v5", False)])
+def test_only_programs_of_a_tpu7x_read_weights_in_the_tiles_in_which_jax_stores_them(options, kind, takes, monkeypatch):
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    assert (options("tpu", kind=kind).items() >= TPU7X_OPTIONS.items()) == takes
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "".join(f"--{name}=true " for name in TPU7X_OPTIONS))
+    assert not TPU7X_OPTIONS.keys() & options("tpu", kind=kind).keys()
 
 
 @pytest.mark.parametrize("options", [compiler_options, engine_options])

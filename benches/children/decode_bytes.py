@@ -54,7 +54,7 @@ def main(machine: str, form: str, slots: str, context: str, *settings: str) -> N
     if form == "stacks":
         podium.rollout.engine_weights.engine_decoder = lambda decoder, rules: rollout_decoder(decoder)
         podium.rollout.programs.engine_decoder = lambda decoder, rules: rollout_decoder(decoder)
-        podium.rollout.programs.engine_options = lambda platform: {}
+        podium.rollout.programs.engine_options = lambda platform, kind: {}
         podium.rollout.cache.gpu_kernel_decodes = lambda page_tokens, head_dim: False
     if form == "layers":
         podium.rollout.engine_weights.engine_decoder = lambda decoder, rules: unrolled(rollout_decoder(decoder))

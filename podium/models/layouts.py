@@ -63,10 +63,15 @@ class Machine:
     dimensions: int  # of the interconnect's torus; 0: a switch
     links: int  # per device
     hbm_bytes: int
+    chip_devices: int = 1
 
     def links_in(self, group: int) -> int:
-        """Links into the corner of a compact group: 2 chips span one axis, 4 span two, 8 up to three."""
-        return min(self.dimensions, int(math.log2(group))) if self.dimensions else self.links
+        """Links into the corner of a compact group: 2 chips span one axis, 4 span two, 8 up to three.
+
+        The devices of one chip have a faster connection than a link; it is counted as one link.
+        """
+        chips = max(2, group // self.chip_devices)
+        return min(self.dimensions, int(math.log2(chips))) if self.dimensions else self.links
 
 
 @functools.cache
@@ -89,6 +94,7 @@ def machine_of(accelerator: Accelerator, chips: int, *, networked: bool = False)
         dimensions=sum(size > 1 for size in accelerator.torus),
         links=1 if network else int(constants["links"]),
         hbm_bytes=accelerator.hbm_bytes,
+        chip_devices=accelerator.chip_devices,
     )
 
 

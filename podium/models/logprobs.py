@@ -131,7 +131,7 @@ def _fused(
     options = HeadOptions(
         scale=1 / settings.temperature,
         chunk=settings.chunk * FLOAT32_BYTES // value.dtype.itemsize,
-        memory=fast_memory(rules.mesh.devices.flat[0].device_kind),
+        memory=fast_memory(rules.device_kind),
         precision=full_precision(value.dtype),
         interpret=rules.on_cpu,
     )

@@ -149,11 +149,11 @@ class Device:
     def full_slots_rate(
         self, calls: list[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes
     ) -> Seconds | None:
-        """Tokens per second and device of decode steps in which all slots are busy."""
+        """Tokens per second and chip of decode steps in which all slots are busy."""
         slots = run.rollout.slots
         full = next(call for call in calls if call.program == f"decode:{slots}")
         seconds = next(self.phases([full], compiled, run)).seconds
-        return rate(seconds, full.repeats * slots / self.accelerator.devices) if seconds else None
+        return rate(seconds, full.repeats * slots / self.accelerator.chips) if seconds else None
 
     def phase(self, name: str, parts: Mapping[str, int]) -> Phase:
         """A phase whose memory is known, but not its seconds."""

@@ -106,7 +106,7 @@ def plan_run(
         host=host,
         step=seconds,
         environments=step.waiting,
-        tokens_per_s_per_device=seconds.rate(workload.completion_tokens / accelerator.devices) if seconds else None,
+        tokens_per_s_per_chip=seconds.rate(workload.completion_tokens / accelerator.chips) if seconds else None,
         workload=workload,
         micro_batches=step.micro_batches,
         notes=(
@@ -121,7 +121,7 @@ def plan_run(
         slots=run.rollout.slots,
         versions={"podium": __version__} | (compiler_versions(accelerator) if compiled else {}),
         mfu=device.mfu(run, drawn, phases),
-        rollout_rate=rate(_rollout_s(phases), workload.completion_tokens / accelerator.devices),
+        rollout_rate=rate(_rollout_s(phases), workload.completion_tokens / accelerator.chips),
         full_slots_rate=device.full_slots_rate(step.calls, compiled, run),
     )
 

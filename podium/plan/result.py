@@ -125,7 +125,7 @@ class Plan:
     phases: tuple[Phase, ...]  # in order of execution
     host: Seconds | None  # host seconds in a step during which devices wait; not part of any phase's seconds
     step: Seconds | None
-    tokens_per_s_per_device: Seconds | None  # completion tokens of a step, per second and device
+    tokens_per_s_per_chip: Seconds | None  # completion tokens of a step, per second and chip
     workload: Workload  # the rollout of one step
     micro_batches: int  # in all updates of a step
     notes: tuple[str, ...]  # sentences about what the numbers do not show
@@ -136,7 +136,7 @@ class Plan:
     environments: Seconds | None = None  # time in a step while all conversations wait for replies; in no phase
     mfu: Seconds | None = None  # share of peak FLOPs that a step's updates reach (`podium.models.flops`)
     slots: int = 0  # decode slots of the rollout
-    # Completion tokens per second and device, from device time alone: of the rollout including sync and prefill, and of
+    # Completion tokens per second and chip, from device time alone: of the rollout including sync and prefill, and of
     # decode steps with every slot occupied
     rollout_rate: Seconds | None = None
     full_slots_rate: Seconds | None = None

@@ -1,7 +1,6 @@
 """Exports a config for a cluster: as a Slurm script, or as a JobSet for Kubernetes.
 
-Both start one process per node, with the same launch guard, watchdog and records as a pod. TPU7x (Ironwood) can be
-rented only on GKE, not as Cloud TPU VMs; its node pools will work once `podium.accelerators` lists it.
+Both start one process per node, with the same launch guard, watchdog and records as a pod.
 """
 
 import dataclasses
@@ -37,6 +36,7 @@ NODES: Mapping[str, tuple[str, str]] = {
     "v5e": (GKE_TPU, "tpu-v5-lite-podslice"),
     "v5p": (GKE_TPU, "tpu-v5p-slice"),
     "v6e": (GKE_TPU, "tpu-v6e-slice"),
+    "tpu7x": (GKE_TPU, "tpu7x"),
     "a100-40": (GKE_GPU, "nvidia-tesla-a100"),
     "a100-80": (GKE_GPU, "nvidia-a100-80gb"),
     "l4": (GKE_GPU, "nvidia-l4"),
@@ -142,6 +142,10 @@ def k8s_manifest(config: Config, type_name: str, *, nodes: int, image: str, clai
 
 def _check_machines(accelerator: Accelerator, nodes: int) -> None:
     """Raise BadRequestError for machines that GKE does not offer, or does not connect."""
+    if accelerator.generation not in NODES:
+        raise BadRequestError(
+            f"--type {accelerator.name}: GKE's label for nodes with {accelerator.generation} is not known yet"
+        )
     if accelerator.platform != "tpu":
         return
     if nodes != 1:
@@ -255,7 +259,7 @@ class _Pods:
                 *({"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in of_labels.items()),
             ],
             "envFrom": [{"secretRef": {"name": "podium-secrets", "optional": True}}],
-            "resources": {"limits": {self.resource: self.accelerator.devices_per_host}},
+            "resources": {"limits": {self.resource: self.accelerator.chips_per_host}},
             "volumeMounts": [
                 {"name": "config", "mountPath": "/etc/podium"},
                 *([{"name": "runs", "mountPath": folder}] if mounts_runs else []),

@@ -32,6 +32,11 @@ def tpu(name: str | None) -> Accelerator:
         accelerator = find_accelerator(name)
     except ValueError as error:
         raise BadRequestError(f"--type {name}: {error}") from None
+    if accelerator.platform == "tpu" and accelerator.generation not in RUNTIMES:
+        raise BadRequestError(
+            f"--type {name}: Google rents {accelerator.generation} on GKE and Compute Engine, not as Cloud TPU VMs;"
+            " podium pod k8s writes its job for GKE"
+        )
     if accelerator.generation not in RUNTIMES:
         raise BadRequestError(
             f"--type {name}: this is not a TPU; podium pod rents {', '.join(RUNTIMES)}, for example v6e-8"

@@ -43,7 +43,7 @@ def _cost(tpu_slice: Slice, now: float) -> tuple[float, float | None]:
     except ValueError:  # another owner's slice of an unknown type
         return hours, None
     price = load_prices(None).get(accelerator.generation)
-    return hours, price.usd_per_chip_hour * accelerator.devices * hours if price else None
+    return hours, price.usd_per_chip_hour * accelerator.chips * hours if price else None
 
 
 def slice_table(slices: Sequence[Slice], owner: str, now: float) -> str:

@@ -331,7 +331,7 @@ def make_extend(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) 
         return prefill(params, cache, chunk, decoder=decoder, rules=rules, dtype=dtype)[1:]
 
     shardings = caches.cache_shardings(decoder, rules), rules.sharding("rows")
-    options = engine_options(rules.platform)
+    options = engine_options(rules.platform, rules.device_kind)
     return cast(ExtendProgram, jax.jit(extend, donate_argnums=1, out_shardings=shardings, compiler_options=options))
 
 
@@ -368,7 +368,7 @@ def make_scored_extend(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.
 
     rows = rules.sharding("rows")
     shardings = caches.cache_shardings(decoder, rules), rows, rows
-    options = engine_options(rules.platform)
+    options = engine_options(rules.platform, rules.device_kind)
     made = jax.jit(extend, donate_argnums=1, out_shardings=shardings, compiler_options=options)
     return cast(ScoredExtendProgram, made)
 
@@ -516,7 +516,7 @@ def make_decode(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype, 
 
     rows, pages = rules.sharding("rows"), caches.cache_shardings(decoder, rules)
     shardings = pages, row_shardings(nowhere(1, words=1), rules), rows, rules.sharding()
-    options = engine_options(rules.platform)
+    options = engine_options(rules.platform, rules.device_kind)
     return cast(DecodeProgram, jax.jit(decode, donate_argnums=1, out_shardings=shardings, compiler_options=options))
 
 

@@ -76,7 +76,7 @@ def plan(*, hbm: int = HBM, made: tuple[Phase, ...] | None = None, **changed: An
         "phases": made,
         "host": seconds(0.05),
         "step": step,
-        "tokens_per_s_per_device": step.rate(25_600 / 8),
+        "tokens_per_s_per_chip": step.rate(25_600 / 8),
         "workload": workload(),
         "micro_batches": 4,
         "notes": ("Lengths are gsm8k's: 200 tokens on average.",),

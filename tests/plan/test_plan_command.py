@@ -316,8 +316,8 @@ def test_settings_and_machines_are_compared_best_first(podium, planner):
     plans = json.loads(out)["plans"]
     assert status == 0 and err
     assert [(each["tpu"], each["setting"]) for each in plans[:2]] == [
-        ("v6e-8", "rollout.layout=replicated"),
         ("v6e-4", "rollout.layout=replicated"),
+        ("v6e-8", "rollout.layout=replicated"),
     ]
     assert len(plans) == 4 and all(each["reason"] for each in plans)
 

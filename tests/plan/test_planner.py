@@ -262,8 +262,8 @@ def test_a_step_is_its_phases_and_the_host(plan):
     assert plan.step is not None and plan.host is not None
     assert plan.step.value == pytest.approx(sum(each.value for each in phases) + plan.host.value)
     assert plan.host.value == pytest.approx(0.001 * sum(phase.calls for phase in plan.phases))
-    assert plan.tokens_per_s_per_device is not None
-    assert plan.tokens_per_s_per_device.value == pytest.approx(4 * 4 * 4 / plan.step.value / 8)
+    assert plan.tokens_per_s_per_chip is not None
+    assert plan.tokens_per_s_per_chip.value == pytest.approx(4 * 4 * 4 / plan.step.value / 8)
 
 
 def test_errors_of_several_times_may_go_together():

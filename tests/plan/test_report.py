@@ -4,10 +4,12 @@ import io
 import itertools
 import json
 import re
+import types
 
 import pytest
 from rich.console import Console
 
+from podium.plan.report import sections
 from podium.plan.report.formatting import duration, method_line, number, step_parts, verdict_line
 from podium.plan.report.json_answer import comparison_object, plan_object
 from podium.plan.report.report import print_sections
@@ -192,13 +194,27 @@ def test_a_price_ages_by_whole_months(date, age):
     assert months_old(date, datetime.date(2026, 11, 29)) == age
 
 
-@pytest.mark.parametrize("days", [5, 200])
-def test_a_price_older_than_six_months_is_said_to_be(days):
-    date = (datetime.date.today() - datetime.timedelta(days)).isoformat()
+class TheTwentyNinthOfNovember(datetime.date):
+    @classmethod
+    def today(cls):
+        return cls(2026, 11, 29)
+
+
+@pytest.mark.parametrize(
+    ("date", "said"),
+    [
+        ("2026-05-30", ""),
+        ("2026-05-29", ". That price is 6 months old: set today's with --prices FILE"),
+        ("2025-01-31", ". That price is 21 months old: set today's with --prices FILE"),
+    ],
+)
+def test_a_price_older_than_six_months_is_said_to_be(monkeypatch, date, said):
+    monkeypatch.setattr(sections, "datetime", types.SimpleNamespace(date=TheTwentyNinthOfNovember))
     made = plan(step=seconds(3.6))
     price = Price(usd_per_chip_hour=2.0, source="the shop", date=date)
     shown = " ".join(output(plan_sections(outcome(made, cost=cost_of(made, 100, {"v6e": price})))).split())
-    assert ("That price is 6 months old: set today's with --prices FILE" in shown) is (days == 200)
+    assert f"(the shop, {date}); excluding compilation, evaluations and checkpoints{said}" in shown
+    assert ("months old" in shown) is bool(said)
 
 
 def test_without_a_price_there_are_chip_hours_and_the_way_to_set_one():
@@ -210,7 +226,7 @@ def test_without_a_price_there_are_chip_hours_and_the_way_to_set_one():
 
 
 def test_a_plan_without_seconds_has_neither_timeline_nor_cost():
-    made = plan(step=None, tokens_per_s_per_device=None, host=None)
+    made = plan(step=None, tokens_per_s_per_chip=None, host=None)
     text = output(plan_sections(entry(made)))
     assert "seconds per step unknown" in text and "a step" not in text and "cost" not in text
 

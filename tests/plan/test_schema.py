@@ -66,7 +66,7 @@ def test_the_schema_is_that_of_the_plans_today():
     assert plan_schema() == SCHEMA, "run python -m tools.plan_schema > docs/plan.schema.json"
 
 
-@pytest.mark.parametrize("changes", [{}, {"step": None, "host": None, "tokens_per_s_per_device": None}])
+@pytest.mark.parametrize("changes", [{}, {"step": None, "host": None, "tokens_per_s_per_chip": None}])
 def test_a_plan_is_what_the_schema_says(changes):
     value = json.loads(json.dumps(plan_object(entry(**changes))))
     assert problems(value, SCHEMA) == []

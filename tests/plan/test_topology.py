@@ -1,3 +1,4 @@
+import dataclasses
 import importlib.util
 import json
 import os
@@ -20,13 +21,17 @@ from podium.plan.calibration import load_chip
 from podium.plan.planner import make_plan
 from podium.plan.request.phase_sizes import Planned
 from podium.plan.request.topology import compiler_environment, gpu_target, missing_library, topology_devices
+from podium.plan.result import Seconds
+from podium.plan.search.study import cost_of
+from podium.prices import Price
 from podium.run.machine import Machine
+from podium.run.roles import find_decoder
 from podium.settings import load_settings
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
 CHIPS = ROOT / "podium" / "chips"
-TPUS = [each for each in accelerators().values() if each.platform == "tpu"]
+COMPILED_TPUS = [each for each in accelerators().values() if each.platform == "tpu" and each.compiled]
 
 
 def shape(name: str) -> tuple:
@@ -34,7 +39,7 @@ def shape(name: str) -> tuple:
     return each.generation, each.devices, each.hosts, each.devices_per_host, each.torus
 
 
-def test_names_count_chips_of_v5e_and_v6e_and_cores_of_v4_and_v5p():
+def test_names_count_cores_which_are_chips_of_v5e_and_v6e_and_halves_of_others_chips():
     assert shape("v6e-8") == ("v6e", 8, 1, 8, (2, 4))
     assert shape("v6e-16") == ("v6e", 16, 4, 4, (4, 4))
     assert shape("v6e-256") == ("v6e", 256, 64, 4, (16, 16))
@@ -42,7 +47,27 @@ def test_names_count_chips_of_v5e_and_v6e_and_cores_of_v4_and_v5p():
     assert shape("v4-16") == ("v4", 8, 2, 4, (2, 2, 2))
     assert shape("v4-512") == ("v4", 256, 64, 4, (4, 8, 8))
     assert shape("v5p-64") == ("v5p", 32, 8, 4, (2, 4, 4))
+    assert shape("tpu7x-2") == ("tpu7x", 2, 1, 2, (1, 1, 1))
+    assert shape("tpu7x-128") == ("tpu7x", 128, 16, 8, (4, 4, 4))
+    assert shape("tpu8t-8") == ("tpu8t", 8, 2, 4, (2, 2, 2))
+    assert shape("tpu8i-8") == ("tpu8i", 8, 1, 8, ())
     assert shape("h100-8") == ("h100", 8, 1, 8, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "chips", "per_host"),
+    [
+        ("tpu7x-8", 4, 4),
+        ("tpu7x-2", 1, 1),
+        ("2xtpu7x-16", 16, 4),
+        ("tpu8i-16", 8, 4),
+        ("v5p-64", 32, 4),
+        ("h100-8", 8, 8),
+    ],
+)
+def test_clouds_rent_chips(name, chips, per_host):
+    machine = find_accelerator(name)
+    assert (machine.chips, machine.chips_per_host) == (chips, per_host)
 
 
 def test_the_range_of_each_kind_is_whole():
@@ -64,6 +89,8 @@ def test_topology_is_what_the_compiler_is_asked_for():
         "v4:2x2x2",
         {"chips_per_host_bounds": (2, 2, 1), "chip_config_name": "megacore"},
     )
+    ironwood = find_accelerator("tpu7x-8")
+    assert (ironwood.topology, ironwood.topology_options) == ("tpu7x:2x2x1", {"chips_per_host_bounds": (2, 2, 1)})
 
 
 @pytest.mark.parametrize(
@@ -75,8 +102,8 @@ def test_the_worst_placed_chip_has_one_link_where_an_axis_ends(name, links):
 
 
 def test_usable_memory_is_the_compilers_figure():
-    gib = {kind: find_accelerator(f"{kind}-8").hbm_bytes / GIB for kind in ("v4", "v5e", "v5p", "v6e")}
-    assert gib == pytest.approx({"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25})
+    expected = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}
+    assert {kind: find_accelerator(f"{kind}-8").hbm_bytes / GIB for kind in expected} == pytest.approx(expected)
 
 
 def test_a_gpu_offers_the_share_that_jax_takes_but_for_the_allocators_reserve():
@@ -184,11 +211,26 @@ def test_a_tray_of_gb200_has_four_gpus():
         find_accelerator("gb200-8")
 
 
-def test_a_gpu_without_a_compiler_is_planned_by_its_figures_and_says_so():
+@pytest.mark.parametrize("name", ["mi300x-8", "tpu8t-4", "tpu8i-8"])
+def test_what_has_no_compiler_is_planned_by_its_figures_and_says_so(name):
     config = load_settings([ROOT / "configs" / "demo.yaml"], [], {}).config
-    plan = make_plan(Planned.of(config, find_accelerator("mi300x-8")))
+    plan = make_plan(Planned.of(config, find_accelerator(name)))
     assert plan.estimate_only and plan.step is not None
-    assert any(note.startswith("planned by the figures of mi300x alone") for note in plan.notes)
+    assert any(note.startswith(f"planned by the figures of {name[:-2]} alone") for note in plan.notes)
+
+
+def test_rates_and_prices_are_those_of_chips():
+    """A step of 3 s, of which the plan of a machine of eight devices on four chips says 12 chip-seconds."""
+    config = load_settings([ROOT / "configs" / "demo.yaml"], [], {}).config
+    plan = make_plan(Planned.of(config, find_accelerator("tpu7x-8")), fast=True)
+    assert plan.step is not None and plan.tokens_per_s_per_chip is not None
+    step = dataclasses.replace(plan, step=Seconds(value=3.0, low=3.0, high=3.0))
+    cost = cost_of(step, 300, {"tpu7x": Price(usd_per_chip_hour=12.0, source="a shop", date="2026-11-01")})
+    assert cost is not None and cost.usd is not None
+    assert (cost.chip_hours.value, cost.usd.value) == pytest.approx((1.0, 12.0))
+    made = plan.workload.completion_tokens / plan.step.value
+    assert plan.tokens_per_s_per_chip.value == pytest.approx(made / 4)
+    assert any("tpu7x-8 has 4 chips of 2 devices each" in note for note in plan.notes)
 
 
 def test_several_slices_are_one_machine_whose_devices_are_counted_together():
@@ -200,12 +242,14 @@ def test_several_slices_are_one_machine_whose_devices_are_counted_together():
     assert find_accelerator("1xv6e-16") is find_accelerator("v6e-16")
     assert recognise("TPU v6 lite", 32, 2) == two
     assert recognise("TPU v4", 16, 2) == find_accelerator("2xv4-16")
+    assert recognise("TPU v5 lite", 8) is find_accelerator("v5litepod-8")
+    assert recognise("TPU7x", 8) is find_accelerator("tpu7x-8")
     assert recognise("NVIDIA H100 80GB HBM3", 16, 2) is find_accelerator("h100-16")
     with pytest.raises(ValueError, match="2xh100-8: write a number of slices before a type of TPU"):
         find_accelerator("2xh100-8")
 
 
-@pytest.mark.parametrize("kind", ["v4", "v5e", "v5p", "v6e"])
+@pytest.mark.parametrize("kind", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
 def test_slices_have_a_network_far_slower_than_their_links(kind):
     constants = json.loads((CHIPS / f"{kind}.json").read_text())["constants"]
     assert 0 < constants["network_bandwidth"]["value"] < constants["link_bandwidth"]["value"] / 5
@@ -277,6 +321,30 @@ def test_the_gpus_compiler_knows_every_gpu_and_machine():
     assert done.stdout.split("\n")[:-1] == [*described, "0 1"]
 
 
+@pytest.mark.parametrize("kind", GPUS)
+def test_the_demo_is_planned_on_every_gpu(kind):
+    """An update multiplies each weight six times per token, counting additions."""
+    config = load_settings([ROOT / "configs" / "demo.yaml"], [], {}).config
+    planned = Planned.of(config, find_accelerator(f"{kind}-1"))
+    made = make_plan(planned, fast=True)
+    constants = json.loads((CHIPS / f"{kind}.json").read_text())["constants"]
+    update = next(phase for phase in made.phases if phase.name == "update")
+    assert made.verdict == "fits" and update.seconds is not None
+    multiplied = 6 * find_decoder(config).stored * made.workload.completion_tokens
+    assert update.seconds.high > multiplied / constants["flops_bf16"]["value"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GPU_COMPILER, reason="jax-cuda12-plugin, the GPU's compiler, is not installed")
+def test_a_t4_trains_the_demo():
+    config = load_settings([ROOT / "configs" / "demo.yaml"], [], {}).config
+    made = make_plan(Planned.of(config, find_accelerator("t4-1")))
+    assert made.verdict == "fits" and not made.doubts
+    assert {phase.name for phase in made.phases if phase.compiled} == {
+        "init", "sync", "prefill", "copy", "decode", "update"
+    }  # fmt: skip
+
+
 def test_the_compilers_environment_keeps_it_from_looking_for_a_tpu():
     environment = compiler_environment(find_accelerator("v4-16"))
     assert environment["TPU_SKIP_MDS_QUERY"] == "1"
@@ -306,7 +374,7 @@ print(json.dumps(seen))
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU's compiler, is not installed")
 def test_the_compiler_has_the_devices_hosts_and_axes_of_the_table():
-    names = [each.name for each in TPUS]
+    names = [each.name for each in COMPILED_TPUS]
     environment = {**os.environ, **compiler_environment(find_accelerator("v6e-8"))}
     done = subprocess.run(
         [sys.executable, "-c", DESCRIBE, *names], cwd=ROOT, env=environment, capture_output=True, text=True
@@ -321,7 +389,7 @@ def test_the_compiler_has_the_devices_hosts_and_axes_of_the_table():
             "mesh": [each.hosts, each.devices_per_host, 1, 1],
             "rows_of_one_host": True,
         }
-        for each in TPUS
+        for each in COMPILED_TPUS
     }
     assert seen == expected
 

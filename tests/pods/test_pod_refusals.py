@@ -25,6 +25,7 @@ WRONG = {
     "no type": (["up", "x", "--zone", ZONES[0]], 2, "which TPU\\? Give --type, such as v6e-8"),
     "no such type": (["up", "x", "--type", "v6e-7", "--zone", ZONES[0]], 2, "nearest: v6e-8, v6e-4"),
     "no TPU": (["up", "x", "--type", "h100-8", "--zone", ZONES[0]], 2, "this is not a TPU"),
+    "no TPU VM": (["up", "x", "--type", "tpu7x-8", "--zone", ZONES[0]], 2, "GKE and Compute Engine, not as Cloud TPU"),
     "several slices": (
         ["up", "x", "--type", "2xv6e-16", "--zone", ZONES[0]],
         2,

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 
 import podium.hlo
 from podium.accelerators import Accelerator
-from podium.compiler import compiler_options, hide_plugin_errors
+from podium.compiler import compiler_options, engine_options, hide_plugin_errors
 from podium.config.attention_blocks import cache_block_pages, window_blocks, window_reach
 from podium.config.mesh import COPIES, MeshSizes, mesh_text
 from podium.config.schema import Config, RolloutConfig
@@ -333,7 +333,7 @@ def _devices(accelerator: Accelerator) -> "Sequence[Device]":
 def _build(lowered: "jax.stages.Lowered", job: Job, spec: RunSpec) -> tuple[_Built, str]:
     """The compiled program and its text; from the cache if it was already compiled as far as the job needs."""
     machine = job.accelerator
-    options = compiler_options(  # the program's text contains none of these
+    options = engine_options(machine.platform, machine.generation) | compiler_options(  # not in the program's text
         machine.platform,
         kind=machine.generation,
         offloaded=spec.optimizer.offload,

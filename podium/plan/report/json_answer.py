@@ -24,7 +24,6 @@ NAMES = {
     "parts": "parts_gib",
     "sent": "sent_bytes",
     "step": "step_seconds",
-    "tokens_per_s_per_device": "tokens_per_s_per_chip",
     "workload": "rollout",
     "rollout_rate": "rollout_tokens_per_s_per_chip",
     "full_slots_rate": "full_slots_tokens_per_s_per_chip",

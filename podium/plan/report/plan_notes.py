@@ -34,6 +34,11 @@ def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]
     if judge((phase.bytes for phase in phases), accelerator.hbm_bytes, compiled=compiled) == "too_close":
         way_out = "" if compiled else ", as far as the closed form errs; --compile asks the compiler"
         yield f"within {margin(compiled):.0%} of the memory limit: it may or may not fit on the device{way_out}"
+    if accelerator.chip_devices > 1:
+        yield (
+            f"{accelerator.name} has {accelerator.chips} chips of {accelerator.chip_devices} devices each: memory is"
+            " given per device, rates and prices per chip"
+        )
     if not accelerator.compiled:
         yield (
             f"planned by the figures of {accelerator.generation} alone: Podium cannot compile for it where there is"

@@ -270,7 +270,7 @@ def _work(phase: Phase) -> str:
 
 def _speed(plan: Plan) -> str:
     """The completion tokens of a step, and their rate."""
-    speed, tokens = plan.tokens_per_s_per_device, plan.workload.completion_tokens
+    speed, tokens = plan.tokens_per_s_per_chip, plan.workload.completion_tokens
     rate = f", {text.with_range(speed)} per second per chip" if speed is not None else ""
     share = f"; updates at {text.share(plan.mfu)} of the peak" if plan.mfu is not None else ""
     return f"{tokens:,} completion tokens{rate}{share}"
@@ -386,7 +386,7 @@ def _comparison(entries: Sequence[Outcome]) -> Table:
     rows = []
     for entry in entries:
         plan, cost = entry.plan, entry.cost
-        known = (plan.tokens_per_s_per_device, cost and cost.chip_hours, cost and cost.usd)
+        known = (plan.tokens_per_s_per_chip, cost and cost.chip_hours, cost and cost.usd)
         figures = (text.number(each.value) if each is not None else "-" for each in known)
         settings = [str(change.value) for change in entry.case.changes]
         memory = f"{text.gib(plan.worst.bytes)}/{text.exact_gib(plan.hbm_bytes)}"

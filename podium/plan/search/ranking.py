@@ -34,7 +34,7 @@ def _expense(outcome: Outcome, *, priced: bool) -> tuple[int, bool, float]:
     usd = outcome.cost.usd if priced and outcome.cost is not None else None
     if usd is not None:
         return ORDER.index(plan.verdict), False, usd.value
-    amount = plan.step.value * plan.devices if plan.step is not None else float(plan.worst.bytes)
+    amount = plan.step.value * outcome.case.machine.chips if plan.step is not None else float(plan.worst.bytes)
     return ORDER.index(plan.verdict), True, amount
 
 

@@ -48,9 +48,10 @@ def cost_of(plan: Plan, steps: int, prices: Mapping[str, Price]) -> RunCost | No
     """The cost of `steps` steps; None if the plan has no seconds."""
     if plan.step is None:
         return None
-    chip_hours = plan.step * (steps * plan.devices / HOUR_S)
     on_cpu = plan.accelerator.startswith("cpu-")  # which has no price
-    price = None if on_cpu else prices.get(find_accelerator(plan.accelerator).generation)
+    machine = None if on_cpu else find_accelerator(plan.accelerator)
+    chip_hours = plan.step * (steps * (machine.chips if machine else plan.devices) / HOUR_S)
+    price = prices.get(machine.generation) if machine else None
     if price is None:
         return RunCost(steps=steps, chip_hours=chip_hours)
     return RunCost(

@@ -72,11 +72,7 @@ class AbsentDevice:
 
 def absent_devices(accelerator: Accelerator) -> list[AbsentDevice]:
     """The devices of an accelerator, for `make_mesh`."""
-    known = (
-        start
-        for start, name in DEVICE_KINDS.items()
-        if name in (accelerator.generation, accelerator.name.rpartition("-")[0])
-    )
+    known = (start for start, generation in DEVICE_KINDS.items() if generation == accelerator.generation)
     kind = next(known, accelerator.generation)
     per_host, per_slice = (max(1, accelerator.devices // count) for count in (accelerator.hosts, accelerator.slices))
     return [
