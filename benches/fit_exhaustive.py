@@ -14,6 +14,7 @@ of `--fit` take over 5 % longer.
 
 import dataclasses
 import itertools
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import get_args
@@ -159,7 +160,8 @@ class Exhaustive:
         except ValueError:  # the mesh does not divide
             return
         row, head = one.row_tokens, self.own.train.head_chunk_tokens
-        _, most = packed_run(one, one.draw_lengths(self.lengths))
+        _, found = packed_run(one, one.draw_lengths(self.lengths))
+        most = math.ceil(found)
         numbers = sorted({-(-most // count) for count in range(1, most + 1)})
         for remat, rows in itertools.product(get_args(Remat), numbers):
             sizes = {size for size in (rows // 2, rows // 4, 1) if size and size < rows and rows % size == 0}

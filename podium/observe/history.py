@@ -10,6 +10,8 @@ from typing import NamedTuple
 from podium.observe.records import read_metrics, read_samples
 from podium.observe.run_dir import METRICS, SAMPLES
 
+PLACES = ("padding", "prompt", "completion", "demonstrations")
+"""What the token places of updates hold, by the names of their metrics."""
 Point = tuple[int, float]
 """A step and its value."""
 
@@ -71,6 +73,13 @@ class History(Mapping[str, Series]):
 
     def __len__(self) -> int:
         return len(self._series)
+
+
+def padding_share(history: History) -> float | None:
+    """Share of the token places of a run's updates that hold no token; None if it had no updates."""
+    totals = [history.total(f"tokens/{kind}") for kind in PLACES]
+    padding, places = totals[0], sum(total for total in totals if total is not None)
+    return padding / places if padding is not None and places else None
 
 
 def read_history(folder: Path) -> History:

@@ -18,7 +18,7 @@ from rich.text import Text
 from podium.config.imports import SESSION
 from podium.files import to_json, write_atomically
 from podium.observe.chart import MARK, reward_curve
-from podium.observe.history import Answers, History, Point, read_answers, read_history
+from podium.observe.history import Answers, History, Point, padding_share, read_answers, read_history
 from podium.observe.identity import SUMMARY
 from podium.observe.metrics import ACCURACY, HELD_OUT_PAIRS, PAIRS, REWARD, UPDATES
 from podium.observe.run_dir import CONFIG, CURVE, METRICS, SAMPLES
@@ -218,7 +218,8 @@ def _headline(history: History) -> Text:
             text.append(f" (step {last[0]})")
         text.append("\n")
     idle = f" ({count} without an update)" if (count := _idle(history)) else ""
-    text.append(f"{history.steps} steps{idle} in {times(history)}", style="dim")
+    padding = "" if (share := padding_share(history)) is None else f", updates {share:.0%} padding"
+    text.append(f"{history.steps} steps{idle} in {times(history)}{padding}", style="dim")
     return text
 
 

@@ -17,7 +17,7 @@ from podium.plan.compiled.compile import OnProgress, cache_folder, compile_phase
 from podium.plan.compiled.compile_worker import CompiledPhase, Job
 from podium.plan.planned_device import Device, rate
 from podium.plan.report.formatting import number
-from podium.plan.report.plan_notes import explain
+from podium.plan.report.plan_notes import explain, shapes_note
 from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.request.step_calls import Call, largest_calls, packed_run, step_calls
 from podium.plan.request.topology import compiler_versions
@@ -111,6 +111,7 @@ def plan_run(
         micro_batches=step.micro_batches,
         notes=(
             *explain(run, accelerator, phases, workload, step.replies),
+            *shapes_note(run, drawn),
             *carry_over(run, device, drawn, workload, step.micro_batches),
             *_stand_ins(compiled),
             *repeated_operations(compiled),
@@ -132,7 +133,7 @@ class _Step(NamedTuple):
     run: RunSizes
     """The sizes, updated by packing the step's completions."""
     workload: Workload
-    micro_batches: int
+    micro_batches: float
     calls: list[Call]
     compiled: Mapping[str, CompiledPhase]
     """By program; empty if nothing is compiled."""
@@ -234,7 +235,7 @@ def _rollout_s(phases: Sequence[Phase]) -> Seconds:
 
 
 def carry_over(
-    run: RunSizes, device: Device, drawn: SequenceLengths, workload: Workload, micro_batches: int
+    run: RunSizes, device: Device, drawn: SequenceLengths, workload: Workload, micro_batches: float
 ) -> Iterator[str]:
     """A note on how `rollout.in_flight` changes a step, by the closed form for both; none if it is 1."""
     rollout = run.rollout

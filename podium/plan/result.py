@@ -127,7 +127,7 @@ class Plan:
     step: Seconds | None
     tokens_per_s_per_chip: Seconds | None  # completion tokens of a step, per second and chip
     workload: Workload  # the rollout of one step
-    micro_batches: int  # in all updates of a step
+    micro_batches: float  # in all updates of a step, on average
     notes: tuple[str, ...]  # sentences about what the numbers do not show
     estimate_only: bool  # whether no phase was compiled
     versions: Mapping[str, str]  # of Podium and the compiler

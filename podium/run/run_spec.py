@@ -373,6 +373,10 @@ class RunSpec:
             rules=RowRules(pair_cost=pair_cost(role.decoder)),
         )
 
+    def in_shape(self, shape: RowShape) -> "RunSpec":
+        """The same run with micro-batches of this shape alone."""
+        return dataclasses.replace(self, batch=self.batch.of_shape(shape))
+
     @property
     def group_size(self) -> int:
         """Completions per prompt that are trained on, G."""

@@ -137,6 +137,20 @@ def test_the_printed_summary_has_accuracy_answers_files_and_next_commands(tmp_pa
     assert [line.split()[1] for line in text.splitlines()[-2:]] == ["eval", "export"]
 
 
+def test_the_printed_summary_says_how_much_of_the_updates_is_padding(tmp_path):
+    """Places of both steps together: 30 + 10 of 400, of which 60 hold demonstrations."""
+    lines = (
+        {"step": 1, "tokens/padding": 30, "tokens/prompt": 50, "tokens/completion": 60, "tokens/demonstrations": 60},
+        {"step": 2, "tokens/padding": 10, "tokens/prompt": 90, "tokens/completion": 100},
+    )
+    assert ", updates 10% padding" in printed(make_run(tmp_path, lines=lines, steps=2), width=2000)
+
+
+def test_a_run_without_updates_has_no_padding(tmp_path):
+    lines = ({"step": 1, "tokens/padding": 0, "tokens/prompt": 0, "tokens/completion": 0},)
+    assert "padding" not in printed(make_run(tmp_path, lines=lines, steps=1), width=2000)
+
+
 LONG = (sample(0, "a", "before " * 200, 0.0), sample(3, "a", "after " * 200, 1.0))
 
 

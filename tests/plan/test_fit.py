@@ -75,12 +75,13 @@ def test_adapters_leave_room_for_slots(machine, model):
     assert found.best.plan.step.value < found.before.step.value
 
 
-def test_no_row_is_only_padding():
-    given = ("model=Qwen/Qwen2.5-0.5B-Instruct", TASK, "prompts_per_step=16", "train.rows_per_device=16")
-    found = fitted("v6e-8", *given, lengths="fixed:50")
-    chosen = values(found)
-    assert chosen["train.rows_per_device"] < 4  # 16 prompts with 8 completions of 50 tokens: less than a row each
-    assert found.best is not None and found.best.plan.micro_batches == 1
+def test_rows_that_only_padding_would_fill_take_no_time():
+    """16 prompts with 8 completions of 50 tokens fill less than a row of each of 8 chips."""
+    given = ("model=Qwen/Qwen2.5-0.5B-Instruct", TASK, "prompts_per_step=16")
+    few, many = (fitted("v6e-8", *given, f"train.rows_per_device={rows}", lengths="fixed:50") for rows in (1, 16))
+    assert few.before.micro_batches == many.before.micro_batches == 1
+    assert few.before.phase("update").seconds == many.before.phase("update").seconds
+    assert "train.rows_per_device" not in values(many)
 
 
 @pytest.mark.long

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import time
 from typing import Any
@@ -9,11 +10,13 @@ from podium.config.attention_blocks import cut
 from podium.config.schema import Config
 from podium.models.attention.mask import Visibility
 from podium.observe.records import lengths_record
-from podium.plan.request.planned_rows import packed
+from podium.plan.request.planned_rows import ShapeShare, attended_blocks, optimizer_steps, packed_step
 from podium.plan.request.simulated_device import Clock
 from podium.plan.request.workload import Replies, SequenceLengths, Workload, draw_lengths, simulate_rollout
+from podium.run.run_spec import RowRules, RowShape
 from podium.train.batches.batch import BatchSizes, make_batch
 from podium.train.batches.samples import single_answer
+from podium.train.batches.shapes import pack
 from tests.rollout.tiny_engine import CONFIG, make_engine, random_requests
 
 
@@ -209,13 +212,11 @@ def test_a_thousand_sequences_take_less_than_a_second():
 def test_micro_batches_are_those_that_packing_fills():
     """Rows of 20 tokens, two to a micro-batch: a group shares one prompt of 4 (less its last token)."""
     lengths = SequenceLengths(prompts=np.array([4, 4, 4]), completions=np.array([[8, 8], [8, 8], [2, 2]]))
+    (step,) = optimizer_steps(lengths, 1)
     counts = {
-        packing: packed(
-            lengths,
-            BatchSizes(row_tokens=20, rows=2, max_rows=6, packing=packing, max_new_tokens=10),
-            minibatches=1,
-            attention="tpu_kernel",
-        )[0]
+        packing: pack(
+            step, BatchSizes(row_tokens=20, rows=2, max_rows=6, packing=packing, max_new_tokens=10)
+        ).micro_batches
         for packing in ("none", "sequences", "shared_prompts")
     }
     # none: 6 rows. sequences: four of 11, two of 5: 4 rows. shared prompts: 19, 19 and 7: 3 rows.
@@ -224,16 +225,40 @@ def test_micro_batches_are_those_that_packing_fills():
 
 def test_minibatches_are_packed_apart():
     lengths = SequenceLengths(prompts=np.array([2, 2]), completions=np.array([[2, 2], [2, 2]]))
+    sizes = BatchSizes(row_tokens=20, rows=2, max_rows=4, packing="shared_prompts", max_new_tokens=10)
     together, apart = (
-        packed(
-            lengths,
-            BatchSizes(row_tokens=20, rows=2, max_rows=4, packing="shared_prompts", max_new_tokens=10),
-            minibatches=parts,
-            attention="blocks",
-        )[0]
+        packed_step(lengths, sizes, minibatches=parts, attention="blocks", chooses=False).micro_batches
         for parts in (1, 2)
     )
     assert (together, apart) == (1, 2)
+
+
+def test_a_planned_step_takes_the_shapes_that_a_run_with_its_lengths_chooses():
+    """Four groups of 2 + 2 x 9 = 20 tokens, in rows of 40 that come in fours: rows of 20 leave no padding."""
+    lengths = SequenceLengths(prompts=np.full(4, 3), completions=np.full((4, 2), 9))
+    sizes = BatchSizes(row_tokens=40, rows=4, max_rows=8, packing="shared_prompts", max_new_tokens=20)
+    sizes = dataclasses.replace(sizes, rules=RowRules(tile=4, micro_batch_cost=8.0))
+    whole = packed_step(lengths, sizes, minibatches=1, attention="blocks", chooses=False)
+    assert (whole.shapes, whole.micro_batches) == ((ShapeShare(RowShape(4, 40)),), 1)
+    assert (whole.places, whole.own_places, whole.needed) == (160, 160, 80)
+    found = packed_step(lengths, sizes, minibatches=1, attention="blocks")
+    own, taken = found.shapes
+    assert own == ShapeShare(RowShape(4, 40), 0, 0)
+    assert taken.shape.rows * taken.shape.row_tokens == 80
+    assert (taken.updates, taken.micro_batches) == (1, 1)
+    assert (found.places, found.own_places, found.needed) == (80, 160, 80)
+
+
+def test_a_plan_averages_the_packing_of_steps_like_the_drawn_one():
+    """One group of 2 + 2 x 9 tokens and one of 2 + 2 x 19, in rows of 40, one at a time: 2 of the first, of the second,
+    or one of each fill 1, 2 or 2 rows, and 40, 80 or 60 places are needed.
+    """
+    lengths = SequenceLengths(prompts=np.full(2, 3), completions=np.array([[9, 9], [19, 19]]))
+    sizes = BatchSizes(row_tokens=40, rows=1, max_rows=4, packing="shared_prompts", max_new_tokens=20)
+    found = packed_step(lengths, sizes, minibatches=1, attention="blocks", chooses=False)
+    assert 1 < found.micro_batches < 2
+    assert found.places == 40 * found.micro_batches
+    assert 40 < found.needed < 80
 
 
 @pytest.mark.parametrize("packing", ["none", "sequences", "shared_prompts"])
@@ -251,10 +276,13 @@ def test_attention_is_counted_by_the_blocks_that_the_kernel_multiplies(packing: 
     n, t = cut("tpu_kernel", 1500)
     visibility = Visibility(batch.segments.reshape(-1, 1500), batch.prompts.reshape(-1, 1500))
     multiplied = np.asarray(visibility.cut(n, t).block_pairs())
-    micro_batches, share = packed(lengths, sizes, minibatches=1, attention="tpu_kernel")
-    assert micro_batches == batch.num_micro_batches
-    assert 0 < share < 1
-    assert share == pytest.approx(multiplied.sum() / (4 * int(micro_batches) * n * (n + 1) / 2))
+    (step,) = optimizer_steps(lengths, 1)
+    found = pack(step, sizes)
+    seen, blocks = attended_blocks(found, step, "tpu_kernel")
+    assert found.micro_batches == batch.num_micro_batches
+    assert 0 < seen < blocks
+    assert seen == multiplied.sum()
+    assert blocks == 4 * int(batch.num_micro_batches) * n * (n + 1) / 2
 
 
 def test_carrying_completions_over_takes_fewer_steps_for_the_same_tokens():

@@ -29,10 +29,11 @@ from podium.algorithms.losses import Tokens
 from podium.certify.checks import skipped
 from podium.certify.small_run import make_subject
 from podium.config.errors import ConfigError
-from podium.plan.request.planned_rows import packed_rows
+from podium.plan.request.planned_rows import optimizer_steps
 from podium.plan.request.workload import SequenceLengths
 from podium.sampling.groups import Group
 from podium.settings import load_settings
+from podium.train.batches.shapes import pack
 from podium.train.loop import train
 
 WEIGHT, RATE = 0.3, 1e5
@@ -218,8 +219,8 @@ def test_a_plan_counts_the_rows_of_demonstrations() -> None:
     more = SequenceLengths(
         prompts=lengths.prompts, completions=lengths.completions, demonstrations=np.array([[5, 3], [6, 2], [4, 4]])
     )
-    found = [packed_rows(each, plain, minibatches=1, attention="reference").rows for each in (lengths, more)]
-    assert found == [(16,), (19,)]
+    found = [[len(pack(step, plain).rows) for step in optimizer_steps(each, 1)] for each in (lengths, more)]
+    assert found == [[16], [19]]
 
 
 def test_certify_says_what_it_does_not_check() -> None:

@@ -23,6 +23,7 @@ from podium.models.flops import Work, step_work, update_flops
 from podium.models.params import frozen_dtype, param_specs, trained_specs
 from podium.models.quantised import make_quantise
 from podium.plan.calibration import load_chip
+from podium.plan.request.planned_rows import chosen_sizes
 from podium.plan.request.workload import SequenceLengths
 from podium.run.roles import find_decoder
 from podium.run.run_spec import BatchSizes, RunSpec
@@ -70,7 +71,7 @@ def measure(
     train_step = make_train_step(settings, recipe, optimizer)
     first = len(np.array_split(lengths.prompts, recipe.minibatches)[0])
     lengths = SequenceLengths(prompts=lengths.prompts[:first], completions=lengths.completions[:first])
-    on_host = random_batch(spec.batch, decoder, lengths)
+    on_host = random_batch(chosen_sizes(lengths, spec.batch, 1), decoder, lengths)
     batch = shard_batch(on_host, settings.computing)
     state = init_state(init_params(0, trained_specs(decoder), settings.stored), optimizer)
     frozen = random_frozen(decoder, settings)
@@ -101,6 +102,8 @@ def measure(
         "real_tokens": work.tokens,
         "padding_tokens": room - int(np.sum(np.asarray(on_host.segments) > 0)),
         "micro_batches": int(on_host.num_micro_batches),
+        "rows": on_host.tokens.shape[1],
+        "row_tokens": on_host.tokens.shape[2],
         "tokens_per_s": work.tokens / wall_s,
         **use_of_peak(decoder, work, wall_s, settings),
         **traced,

@@ -216,6 +216,7 @@
     found.push(["steps", `${h.steps}${h.planned_steps ? ` of ${h.planned_steps}` : ""}`, ""]);
     found.push(["wall time", clock(h.wall_s), ""], ["CPU time", clock(h.cpu_s), ""]);
     if (h.generated_tokens !== null) found.push(["tokens generated", number(h.generated_tokens), ""]);
+    if (h.padding !== null) found.push(["padding of updates", `${(100 * h.padding).toFixed(0)} %`, ""]);
     return found;
   };
   const made = (run) => [["model", run.headline.model], ["recipe", run.headline.recipe], ["machine", run.headline.machine], ["commit", run.headline.commit]]

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from podium.config.schema import Config
 from podium.config.show import flat
 from podium.files import write_atomically
+from podium.observe.history import padding_share
 from podium.observe.identity import RUN, stored_id
 from podium.observe.metrics import ACCURACY, find_metric
 from podium.observe.out_files import check_page, page_mark
@@ -164,6 +165,7 @@ def headline(run: RunRecords) -> dict[str, object]:
         "cpu_s": run.metrics.last("time/cpu_s"),
         "generated_tokens": run.metrics.total("rollout/completion_tokens"),
         "trained_tokens": run.metrics.total("train-other/total_valid_token_count"),
+        "padding": padding_share(run.metrics),
         "machine": run.machine.get("text"),
         "commit": run.summary.get("commit"),
     }

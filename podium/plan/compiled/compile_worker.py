@@ -35,6 +35,7 @@ from podium.hlo.moves import moves
 from podium.models.files.decoder_json import StoredDecoder
 from podium.plan.compiled.array_names import names_of
 from podium.plan.compiled.tpu_compile import TpuProgram, compile_tpu, counted_by_compiler
+from podium.plan.request.step_calls import unshaped
 from podium.plan.request.topology import compiler_versions, target_of, topology_devices
 from podium.plan.result import LargeArray, calibration_kind
 from podium.run.machine import Machine
@@ -142,7 +143,8 @@ def main(job_file: str, result_file: str, parent: str) -> None:
     try:
         spec = resolve(job.config, job.decoder, Machine.planned(job.accelerator))
         mesh = make_mesh(mesh_text(spec.mesh), _devices(job.accelerator))
-        program = phase_programs(spec, mesh)[job.phase]
+        name, shape = unshaped(job.phase)
+        program = phase_programs(spec if shape is None else spec.in_shape(shape), mesh)[name]
         lowered = program.lower()
     except ValueError as error:
         if not _raised_here(error):

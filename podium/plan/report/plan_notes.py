@@ -9,12 +9,14 @@ from podium.config.sizes import cache_pages
 from podium.plan.calibration import load_chip
 from podium.plan.report.formatting import LITTLE
 from podium.plan.request.phase_sizes import F32, RunSizes, offloaded_bytes, optimizer_bytes, reduced_number
-from podium.plan.request.workload import Replies, Workload
+from podium.plan.request.planned_rows import packed_step
+from podium.plan.request.workload import Replies, SequenceLengths, Workload
 from podium.plan.result import Phase, judge, margin
 from podium.plan.traced.over_floor import spread
 from podium.tasks.conversations.environment_forms import conversing
 
 LEAST_AGAIN = 0.01  # share of prefilled tokens that are prefilled again from which a plan has a note
+MUCH = 2.0  # token places for each needed token above which a plan says how to have fewer
 MORE_OPERATIONS = 1.02  # ratio to the closed form's operations above which a note says that a program recomputes
 
 
@@ -49,6 +51,25 @@ def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]
             f"usable is {pool_share():.0%} of {GPUS[accelerator.generation].memory / GIB:.1f} GiB, what jax takes for"
             f" arrays ({POOL_VARIABLE} sets another share), less {ALLOCATOR_RESERVE:.0%} for its allocator; CUDA's"
             " context is outside. Only an H100 was measured, and briefly: docs/planner.md"
+        )
+
+
+def shapes_note(run: RunSizes, drawn: SequenceLengths) -> Iterator[str]:
+    """What the shapes of micro-batches save that are chosen from a step's lengths; and advice if padding is left."""
+    batch, recipe = run.spec.batch, run.spec.recipe
+    found = packed_step(drawn, batch, minibatches=recipe.minibatches, attention=run.update.attention)
+    own, *others = (f"{each.shape.rows} x {each.shape.row_tokens}" for each in found.shapes)
+    if others:
+        yield (
+            f"micro-batches of {', '.join(others)} tokens take {found.places / found.needed:.2f} token places for each"
+            f" token that an update needs, the config's own of {own} alone {found.own_places / found.needed:.2f}; the"
+            " lengths of a run's first step choose them"
+        )
+    if found.places > MUCH * found.needed:
+        fewest = batch.rules.row_step
+        yield (
+            f"{1 - found.needed / found.places:.0%} of an update's token places are padding, as its micro-batches have"
+            f" at least {fewest} rows over {batch.devices} devices: raise prompts_per_step, or take fewer devices"
         )
 
 

@@ -32,6 +32,7 @@ from podium.models.params import (
     trained_specs,
 )
 from podium.plan.request.candidate import Change, Value
+from podium.plan.request.planned_rows import ShapeShare
 from podium.plan.request.workload import SequenceLengths, draw_lengths
 from podium.rollout.cache_layout import Kept, kept_places, kv_pages, num_cells
 from podium.run.machine import Machine
@@ -53,7 +54,7 @@ class OwnRows(NamedTuple):
     micro_batches: float
     """Number of micro-batches of these rows per micro-batch of the policy."""
     attended: float
-    """Like `RunSizes.attended`, for these rows."""
+    """Like `ShapeShare.attended`, for these rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,9 @@ class RunSizes:
     spec: RunSpec
     """The resolved run; its machine is in the table of accelerators."""
     attended: float = 1.0
-    """Share of the blocks on or below the diagonal that attention kernels compute in an update."""
+    """Like `ShapeShare.attended`, for micro-batches of the run's shape."""
+    shapes: tuple[ShapeShare, ...] = ()
+    """The shapes of a step's micro-batches; empty: the config's own alone."""
     own_rows: Mapping[str, OwnRows] = dataclasses.field(default_factory=dict)
     """The rows of models that read their own prompts, by the role's name."""
 
@@ -94,6 +97,10 @@ class RunSizes:
                 recipe=dataclasses.replace(spec.recipe, teaching=None, kl="none"),
             )
         return dataclasses.replace(self, spec=own, attended=attended if rows is None else rows.attended)
+
+    def in_shape(self, share: ShapeShare) -> "RunSizes":
+        """The sizes of the same run with micro-batches of this shape alone."""
+        return dataclasses.replace(self, spec=self.spec.in_shape(share.shape), attended=share.attended)
 
     @property
     def rollout(self) -> RolloutConfig:

@@ -2,15 +2,17 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import podium.plan.traced.estimate as closed_form
 from podium.config.sizes import steps_at_once
 from podium.plan.request.phase_sizes import OwnRows, RunSizes
-from podium.plan.request.planned_rows import packed
+from podium.plan.request.planned_rows import ShapeShare, packed_step
 from podium.plan.request.workload import SequenceLengths, Workload, longer_prompts
 from podium.plan.traced.estimate import PhaseEstimate
-from podium.run.run_spec import SCORE
+from podium.run.run_spec import SCORE, RowShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +20,7 @@ class Call:
     """The calls of one program in a step."""
 
     phase: str
-    program: str  # as `podium.plan.compiled.phases` names it
+    program: str  # as `podium.plan.compiled.phases` names it, and `shaped` for other shapes than the config's own
     calls: float
     rounds: float  # of its loop per call: groups of decode steps, micro-batches, or pages copied per device
     blocks: float = 1.0  # of the cache, read by attention
@@ -34,8 +36,11 @@ class Call:
         return self.repeats * each + self.calls * self.once_flops
 
 
-def step_calls(run: RunSizes, workload: Workload, micro_batches: int) -> list[Call]:
-    """Every program of a run, with its calls in a step: those of the rollout, then those of the update."""
+def step_calls(run: RunSizes, workload: Workload, micro_batches: float) -> list[Call]:
+    """Every program of a run, with its calls in a step: those of the rollout, then those of the update.
+
+    `micro_batches` are those of a step's batches, of all shapes of the run.
+    """
     return [*rollout_calls(run, workload), *update_calls(run, micro_batches)]
 
 
@@ -84,40 +89,83 @@ def rollout_calls(run: RunSizes, workload: Workload) -> list[Call]:
     return found
 
 
-def update_calls(run: RunSizes, micro_batches: int) -> list[Call]:
-    """The programs that score a step's batch and train on it."""
-    recipe = run.spec.recipe
-    batches, own = recipe.minibatches, micro_batches / recipe.minibatches
+class _Rows(NamedTuple):
+    """The batches of a step whose micro-batches have one shape."""
+
+    run: RunSizes
+    """The run in this shape."""
+    shape: RowShape | None
+    """None: the config's own."""
+    batches: float
+    """Batches of optimizer steps, in a step."""
+    rounds: float
+    """Micro-batches of each."""
+    attended: float
+
+    def call(self, program: str, form: PhaseEstimate, times: float = 1.0) -> Call:
+        """The calls of a program that goes over each of these batches so many `times`."""
+        calls = self.batches * times
+        name = shaped(program, self.shape)
+        found = _call(self.run, name, form, calls, rounds=self.rounds, repeats=calls * self.rounds)
+        return dataclasses.replace(found, attended=self.attended)
+
+
+def update_calls(run: RunSizes, micro_batches: float) -> list[Call]:
+    """The programs that score a step's batch and train on it, for every shape of the run."""
+    recipe, own = run.spec.recipe, run.spec.batch.shape
+    rows = [_rows(run, share, micro_batches) for share in run.shapes or (ShapeShare(own),)]
     mismatched = 2 if recipe.data_form == "label" else 0  # KTO's KL: two models score other rows' completions
-    scores = batches * (len(recipe.scorers) + mismatched)
-    updates = batches * recipe.updates_per_batch
-    made = [_call(run, SCORE, closed_form.score_phase(run), scores, rounds=own, repeats=scores * own)] if scores else []
+    scores = len(recipe.scorers) + mismatched
+    made = [each.call(SCORE, closed_form.score_phase(each.run), scores) for each in rows] if scores else []
     for role in run.spec.scoring_models:
-        if role.phase != SCORE:
-            rows = own * run.own_rows[role.name].micro_batches if role.name in run.own_rows else own
-            form = closed_form.role_phase(run, role)
-            made.append(_call(run, role.phase, form, batches, rounds=rows, repeats=batches * rows))
-        if role.learning is not None:
-            form, times = closed_form.learning_phase(run, role, own), batches * role.learning.updates
-            made.append(_call(run, role.name, form, times, rounds=own, repeats=times * own))
-    form = closed_form.update_phase(run, own)
-    made.append(_call(run, "update", form, updates, rounds=own, repeats=updates * own))
-    attended = {run.spec.roles[name].phase: rows.attended for name, rows in run.own_rows.items()}
-    return [dataclasses.replace(each, attended=attended.get(each.program, run.attended)) for each in made]
+        if (alone := run.own_rows.get(role.name)) is not None:
+            whole = ShapeShare(own, attended=alone.attended)
+            found = _rows(run, whole, micro_batches * alone.micro_batches)
+            made.append(found.call(role.phase, closed_form.role_phase(run, role)))
+        elif role.phase != SCORE:
+            made += [each.call(role.phase, closed_form.role_phase(each.run, role)) for each in rows]
+        if (learning := role.learning) is not None:
+            made += [
+                each.call(role.name, closed_form.learning_phase(each.run, role, each.rounds), learning.updates)
+                for each in rows
+            ]
+    return made + [
+        each.call("update", closed_form.update_phase(each.run, each.rounds), recipe.updates_per_batch) for each in rows
+    ]
 
 
-def packed_run(run: RunSizes, drawn: SequenceLengths) -> tuple[RunSizes, int]:
-    """The sizes, updated by packing a step's completions, and the number of the step's micro-batches."""
-    spec, attention = run.spec, run.update.attention
-    count, attended = packed(drawn, spec.batch, minibatches=spec.recipe.minibatches, attention=attention)
+def _rows(run: RunSizes, share: ShapeShare, micro_batches: float) -> _Rows:
+    """The batches of one shape; a shape that no step takes still has programs."""
+    batches, own = run.spec.recipe.minibatches * share.updates, run.spec.batch.shape
+    rounds = micro_batches * share.micro_batches / batches if batches else 1.0
+    shape = None if share.shape == own else share.shape
+    return _Rows(run.in_shape(share), shape, batches, rounds, share.attended)
+
+
+def shaped(program: str, shape: RowShape | None) -> str:
+    """The name of a program for micro-batches of another shape than the config's own: `update:24x1280`."""
+    return program if shape is None else f"{program}:{shape.rows}x{shape.row_tokens}"
+
+
+def unshaped(name: str) -> tuple[str, RowShape | None]:
+    """The program and the shape of a name that `shaped` has made."""
+    found = re.fullmatch(r"(.+):(\d+)x(\d+)", name)
+    return (name, None) if found is None else (found[1], RowShape(int(found[2]), int(found[3])))
+
+
+def packed_run(run: RunSizes, drawn: SequenceLengths) -> tuple[RunSizes, float]:
+    """The sizes with the shapes of a step's micro-batches, and the number of these, by packing its completions."""
+    spec, attention, minibatches = run.spec, run.update.attention, run.spec.recipe.minibatches
+    found = packed_step(drawn, spec.batch, minibatches=minibatches, attention=attention)
     own_rows: dict[str, OwnRows] = {}
     for role in spec.scoring_models:
         if role.longer_prompts is not None:
             batch = spec.batch_of(role)
             longer = longer_prompts(drawn, batch.row_tokens - spec.batch.row_tokens)
-            own, seen = packed(longer, batch, minibatches=spec.recipe.minibatches, attention=attention)
-            own_rows[role.name] = OwnRows(own / count, seen)
-    return dataclasses.replace(run, attended=attended, own_rows=own_rows), count
+            own = packed_step(longer, batch, minibatches=minibatches, attention=attention, chooses=False)
+            own_rows[role.name] = OwnRows(own.micro_batches / found.micro_batches, own.shapes[0].attended)
+    attended = found.shapes[0].attended
+    return dataclasses.replace(run, attended=attended, shapes=found.shapes, own_rows=own_rows), found.micro_batches
 
 
 def _call(

@@ -18,12 +18,13 @@ from podium.plan.planned_device import Device, closed_form_roofline
 from podium.plan.planner import is_compiled
 from podium.plan.request.candidate import Change, Changes, Value
 from podium.plan.request.phase_sizes import Planned, RunSizes
-from podium.plan.request.planned_rows import packed_rows
+from podium.plan.request.planned_rows import optimizer_steps
 from podium.plan.request.step_calls import Call, packed_run, rollout_calls, update_calls
 from podium.plan.request.workload import SequenceLengths, no_rollout, simulate_rollout
 from podium.plan.result import Phase, Plan, margin, part_of, total
 from podium.plan.traced.estimate import decode_phase
 from podium.run.resolve import resolve_batch, resolve_update
+from podium.train.batches.shapes import pack
 
 APART = 1.15  # ratio between neighbouring numbers of rows that are tried
 TIGHT = 0.8  # share of the memory above which smaller variants of a candidate are tried too
@@ -177,10 +178,9 @@ class Halves:
 
     def _rows(self, run: RunSizes) -> list[int]:
         """Rows per device with which as few as possible of a micro-batch are padding, for each number of them."""
-        packs = packed_rows(
-            self.drawn, run.spec.batch, minibatches=run.spec.recipe.minibatches, attention=run.update.attention
-        )
-        most = -(-max(packs.rows) // run.batch_shards)
+        batch, minibatches = run.spec.batch, run.spec.recipe.minibatches
+        packs = [len(pack(samples, batch).rows) for samples in optimizer_steps(self.drawn, minibatches)]
+        most = -(-max(packs) // run.batch_shards)
         found: list[int] = []
         for rows in (-(-most // count) for count in range(1, most + 1)):
             if not found or rows * APART <= found[-1]:

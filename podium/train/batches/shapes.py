@@ -7,24 +7,24 @@ choose one of them. Time is counted in tokens of a device: the places of all mic
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Iterator, Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
-from podium.run.run_spec import BatchSizes, RowShape
+from podium.run.run_spec import BatchSizes, RowRules, RowShape
 from podium.train.batches.balance import Lengths
-from podium.train.batches.packing import Chunk, chunk_tokens, divide_rows, pack_rows
+from podium.train.batches.packing import Chunk, divide_rows, pack_rows
 
 OTHERS = 3
 """Most shapes besides the config's own."""
 LENGTHS = 16
 """Row lengths that are tried, up to the config's own."""
-DRAWS = 32
+DRAWS = 64
 """Optimizer steps that are drawn from a step's groups to judge shapes by."""
-SPREAD = 1.35
-"""How many times as long, or as short, the completions of drawn steps are at most: an assumption about how far lengths
-drift in a run (docs/log/update.md)."""
 LEAST_GAIN = 0.01
 """Share of the time that a further shape must save."""
 
@@ -53,15 +53,16 @@ def pack(samples: Sequence[Lengths], sizes: BatchSizes) -> Packed:
         ValueError: a prompt with its completion is longer than a row of the config's shape.
     """
     own = sizes.of_shape(sizes.shape)
-    found = [Packed(own, _rows(samples, own))]
-    longest = _longest(samples, sizes)
+    best = Packed(own, _rows(samples, own))
+    longest, tokens = _longest(samples, sizes), _tokens(samples, sizes)
     for shape in sizes.rules.shapes:
-        if shape.row_tokens >= longest:
+        least = -(-tokens // (shape.rows * shape.row_tokens)) * _time(sizes, shape)
+        if shape.row_tokens >= longest and least < best.time:
             other = sizes.of_shape(shape)
-            found.append(Packed(other, _rows(samples, other)))
+            best = min(best, Packed(other, _rows(samples, other)), key=lambda packed: packed.time)
     # A shape is no larger than the config's own, so that of least time has no more places in all than that one, and
     # its micro-batches fit in arrays of the same size.
-    return min(found, key=lambda packed: packed.time)
+    return best
 
 
 def choose_shapes(groups: Sequence[Sequence[Lengths]], sizes: BatchSizes, *, per_step: int) -> tuple[RowShape, ...]:
@@ -77,14 +78,10 @@ def choose_shapes(groups: Sequence[Sequence[Lengths]], sizes: BatchSizes, *, per
     """
     if not any(groups):
         return ()
-    steps = _draws(groups, sizes, per_step)
-    shapes = [sizes.shape, *_candidates(sizes)]
-    rows = {
-        row_tokens: np.array([_fewest_rows(step, sizes, row_tokens) for step in steps])
-        for row_tokens in {shape.row_tokens for shape in shapes}
-    }
+    alike = dataclasses.replace(sizes, rows=1, max_rows=1, devices=1, rules=RowRules(tile=sizes.rules.tile))
+    rows = _rows_of_draws(tuple(map(tuple, groups)), alike, per_step)
     table: dict[RowShape, np.ndarray] = {}  # the time of each step, infinite if it does not fit
-    for shape in shapes:
+    for shape in (sizes.shape, *_candidates(sizes)):
         table[shape] = np.ceil(rows[shape.row_tokens] / shape.rows) * _time(sizes, shape)
     now, chosen = table.pop(sizes.shape), list[RowShape]()
     while len(chosen) < OTHERS and table:
@@ -102,17 +99,38 @@ def with_shapes(sizes: BatchSizes, shapes: Sequence[RowShape]) -> BatchSizes:
     return dataclasses.replace(sizes, rules=dataclasses.replace(sizes.rules, shapes=tuple(shapes)))
 
 
+@functools.lru_cache(maxsize=8)
+def _rows_of_draws(groups: tuple[tuple[Lengths, ...], ...], sizes: BatchSizes, per_step: int) -> dict[int, np.ndarray]:
+    """Rows that optimizer steps like this one fill, [DRAWS] by row length; does not depend on rows or their cost.
+
+    A plan of many settings asks for the same ones again and again.
+    """
+    steps = _draws(groups, sizes, per_step)
+    return {
+        row_tokens: np.array([_fewest_rows(step, sizes, row_tokens) for step in steps])
+        for row_tokens in {sizes.row_tokens, *_row_lengths(sizes)}
+    }
+
+
 def _draws(groups: Sequence[Sequence[Lengths]], sizes: BatchSizes, per_step: int) -> list[list[Lengths]]:
-    """Optimizer steps of `per_step` groups, each drawn from all of them; completions are longer or shorter by a factor
-    that the groups of a step share, near 1 for most steps.
+    """Optimizer steps of `per_step` groups, each drawn from all of them.
+
+    The groups are themselves a sample, whose mean length is off from that of the run by about its standard error. So
+    the completions of a drawn step are longer or shorter by a factor that they share, spread by that error.
     """
     random = np.random.default_rng(0)
     drawn = random.integers(0, len(groups), (DRAWS, per_step)).tolist()
-    factors = SPREAD ** np.linspace(-1, 1, DRAWS) ** 3
+    error = _standard_error([float(np.mean([sample.own for sample in group])) for group in groups if group])
+    factors = [math.exp(error * NormalDist().inv_cdf((n + 0.5) / DRAWS)) for n in range(DRAWS)]
     return [
         [_scaled(sample, number, factor, sizes) for number, group in enumerate(step) for sample in groups[group]]
-        for step, factor in zip(drawn, factors.tolist(), strict=True)
+        for step, factor in zip(drawn, factors, strict=True)
     ]
+
+
+def _standard_error(lengths: Sequence[float]) -> float:
+    """Standard error of the mean logarithm of lengths; 0 for a single one, which says nothing about others."""
+    return float(np.std(np.log(lengths), ddof=1)) / math.sqrt(len(lengths)) if len(lengths) > 1 else 0.0
 
 
 def _scaled(sample: Lengths, group: int, factor: float, sizes: BatchSizes) -> Lengths:
@@ -124,11 +142,17 @@ def _scaled(sample: Lengths, group: int, factor: float, sizes: BatchSizes) -> Le
 def _candidates(sizes: BatchSizes) -> Iterator[RowShape]:
     """Shapes within the memory of the config's own: its tokens on each device, in rows that are no longer."""
     rules, memory = sizes.rules, sizes.rows * sizes.row_tokens
-    lengths = {-(-sizes.row_tokens * part // (LENGTHS * rules.tile)) * rules.tile for part in range(1, LENGTHS + 1)}
-    for row_tokens in sorted(length for length in lengths if length <= sizes.row_tokens):
+    for row_tokens in _row_lengths(sizes):
         for rows in range(rules.row_step, memory // row_tokens + 1, rules.row_step):
             if (rows, row_tokens) != sizes.shape:
                 yield RowShape(rows, row_tokens)
+
+
+def _row_lengths(sizes: BatchSizes) -> list[int]:
+    """The row lengths that other shapes may have."""
+    tile = sizes.rules.tile
+    lengths = {-(-sizes.row_tokens * part // (LENGTHS * tile)) * tile for part in range(1, LENGTHS + 1)}
+    return sorted(length for length in lengths if length <= sizes.row_tokens)
 
 
 def _time(sizes: BatchSizes, shape: RowShape) -> float:
@@ -146,14 +170,21 @@ def _longest(samples: Sequence[Lengths], sizes: BatchSizes) -> int:
     return max(groups.values(), default=0)
 
 
+def _tokens(samples: Sequence[Lengths], sizes: BatchSizes) -> int:
+    """Fewest tokens that samples fill in rows."""
+    own = sum(sample.own for sample in samples)
+    if sizes.packing != "shared_prompts":
+        return own + sum(sample.shown for sample in samples)
+    return own + sum({sample.group: sample.shown for sample in samples}.values())
+
+
 def _rows(samples: Sequence[Lengths], sizes: BatchSizes) -> list[list[Chunk]]:
     """Pack samples into rows; groups are divided only if that saves a micro-batch."""
     whole = pack_rows(samples, row_tokens=sizes.row_tokens, packing=sizes.packing)
     if sizes.packing != "shared_prompts" or sizes.pairs:
         return whole
-    tokens = sum(chunk_tokens(chunk, samples) for row in whole for chunk in row)
     micro_batches = -(-len(whole) // sizes.rows)
-    if micro_batches == -(-tokens // (sizes.rows * sizes.row_tokens)):
+    if micro_batches == -(-_tokens(samples, sizes) // (sizes.rows * sizes.row_tokens)):
         return whole
     divided = divide_rows(samples, row_tokens=sizes.row_tokens)
     return divided if -(-len(divided) // sizes.rows) < micro_batches else whole

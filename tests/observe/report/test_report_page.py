@@ -41,6 +41,7 @@ def test_a_page_holds_the_run_s_true_numbers(tmp_path):
     assert content["headline"]["steps"] == 40
     assert content["headline"]["wall_s"] == 400.0
     assert content["headline"]["generated_tokens"] == 40 * 640
+    assert content["headline"]["padding"] == 0.1
     assert ["prompts_per_step", "8", "32"] in content["settings"]
     assert not any(key == "seed" for key, *_ in content["settings"])  # is the default
     assert content["problems"] == []
