@@ -2,6 +2,7 @@
 
     python -m benches.traced               (four minutes of CPU; nothing is compiled)
     python -m benches.traced --count 4     (of each file)
+    python -m benches.traced --blind 5901 --count 30     (twenty minutes of CPU: each update is compiled)
 
 The compiled figures are recorded ones: the plans of tests/golden, and the rows of `benches.closed_form --at-limit`,
 those of 23 November with models of one kind of layer, and the last twelve, with all models. The programs are those of
@@ -9,22 +10,35 @@ today, so a row whose program has changed since shows that change too. Where clo
 apart, one is wrong: `apart` names these rows, with the one that is further off. A compiler that runs short of memory
 computes arrays again instead of keeping them, so figures are also given for the programs whose trace fits. Writes
 benches/results/traced-planned.json.
+
+With --blind SEED updates are drawn instead whose trace needs nine tenths to eleven tenths of a TPU's memory: all
+presets (one in eight with layers of several kinds), every mesh, adapters on each base, each remat, row groups, moments
+on the host, attention as a kernel and without, up to 16k tokens. Each is compiled; its figures are written as soon as
+it is done to benches/results/traced-blind-SEED-planned.json. Draw with a seed that nobody has looked at before.
 """
 
 import json
+import random
+import resource
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from benches.closed_form import BASES, LENGTH_OF_QUADRATIC, LIMIT_CHOICES, LIMIT_MACHINES, RANKS
 from benches.record import MEASUREMENTS, RESULTS, ROOT, arguments, record, write_section
 from podium.accelerators import GIB, find_accelerator
 from podium.config.schema import Config
-from podium.plan.compiled.phases import PhaseProgram
+from podium.models.presets import PRESETS
+from podium.plan.compiled.compile import CompilerError, compile_phases
+from podium.plan.compiled.phases import PhaseProgram, device_bytes
+from podium.plan.planner import make_jobs
 from podium.plan.request.phase_sizes import Planned
 from podium.plan.traced.absent_devices import absent_programs, trace_memory
 from podium.plan.traced.estimate import estimate
+from podium.plan.traced.lifetimes import TracedMemory
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
 from podium.run.roles import find_decoder
@@ -37,6 +51,11 @@ PATTERNS = ("gemma-3", "Qwen3.5", "gpt-oss")
 APART = 0.08
 REPEATED = 1.02
 """Ratio of compiled to traced operations from which on a program is named."""
+BLIND_COUNT, BLIND_NEAR = 30, (0.9, 1.1)
+BLIND_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+MOST_ROWS = 256
+EACH_PATTERN = 8
+"""One update of so many is drawn among models with layers of several kinds, which take a minute to compile."""
 
 
 class Case(NamedTuple):
@@ -110,11 +129,146 @@ def compare(case: Case) -> dict[str, Any]:
     }
 
 
+class Drawn(NamedTuple):
+    """An update near the limit of a machine's memory."""
+
+    settings: Mapping[str, Any]
+    config: Config
+    machine: str
+    traced: TracedMemory
+    share: float
+    """Of the memory that its trace needs."""
+
+
+def blind_draws(count: int, seed: int) -> Iterator[Drawn]:
+    """Updates whose trace needs about a TPU's memory."""
+    source, left = random.Random(seed), count
+    while left:
+        machine, settings = _draw(source, patterns=left % EACH_PATTERN == 0)
+        try:
+            found = _with_rows(settings, machine, source.uniform(*BLIND_NEAR))
+        except ValueError:  # settings that exclude each other, or heads that do not divide over tp
+            continue
+        if found is not None and BLIND_NEAR[0] <= found.share <= BLIND_NEAR[1]:
+            yield found
+            left -= 1
+
+
+def _draw(source: random.Random, *, patterns: bool) -> tuple[str, dict[str, Any]]:
+    """A machine, and settings without rows, of a model with layers of one kind or of several."""
+    machine = source.choice(LIMIT_MACHINES["tpu"])
+    devices = find_accelerator(machine).devices
+    settings: dict[str, Any] = {"model": source.choice([name for name in PRESETS if has_pattern(name) == patterns])}
+    settings |= {key: source.choice(of) for key, of in LIMIT_CHOICES.items()}
+    settings["rollout.max_new_tokens"] = source.choice(BLIND_LENGTHS)
+    settings["train.remat"] = source.choice(("layer", "products", "none", "offload"))
+    if (rank := source.choice(RANKS)) is not None:
+        settings |= {"lora.rank": rank, "lora.base": source.choice(BASES)}
+    tp, sp = (source.choice([size for size in (1, 1, 1, 2, 4) if size <= devices]) for _ in range(2))
+    settings["mesh"] = f"fsdp:{devices // (tp * sp)},sp:{sp},tp:{tp}"
+    settings["rollout.slots"] = settings["rollout.prefill_rows"] = settings["prompts_per_step"] = 4 * devices
+    if settings["algorithm.kl"] != "none":
+        settings["algorithm.kl_coef"] = 0.01
+    longest = settings["rollout.max_prompt_tokens"] + settings["rollout.max_new_tokens"]
+    if settings["train.attention"] == "reference" and longest > LENGTH_OF_QUADRATIC:
+        settings["train.attention"] = "blocks"
+    if source.random() < 0.3:
+        settings["train.layer_chunk_tokens"] = source.choice((2, 4)) * longest
+    return machine, settings
+
+
+def _with_rows(settings: dict[str, Any], machine: str, share: float) -> Drawn | None:
+    """The settings with so many rows that the trace needs about a share of the memory; None if no number does.
+
+    Two sizes are traced, and a third is found on the line through them. Raises ValueError where settings exclude each
+    other.
+    """
+    aim = share * find_accelerator(machine).hbm_bytes
+    one = _trace_update(settings, machine, 1)
+    if one is None or one.share > BLIND_NEAR[1]:
+        return None
+    three = _trace_update(settings, machine, 3)
+    if three is None or three.share <= one.share:
+        return None
+    first = one.share * aim / share
+    each = (three.share - one.share) * aim / share / 2
+    rows = max(1, round(1 + (aim - first) / each))
+    return None if rows > MOST_ROWS else _trace_update(settings, machine, rows)
+
+
+def _trace_update(settings: Mapping[str, Any], machine: str, rows: int) -> Drawn | None:
+    """An update with its trace; None if its arguments alone are too large. Raises ValueError as `_with_rows`."""
+    accelerator = find_accelerator(machine)
+    own = {**settings, "train.rows_per_device": rows}
+    config = load_settings(
+        [ROOT / "configs" / "gsm8k.yaml"], [f"{key}={value}" for key, value in own.items()], {}
+    ).config
+    spec = resolve(config, find_decoder(config), Machine.planned(accelerator))
+    program = absent_programs(spec, accelerator)["update"]
+    held = sum(program.residents.values())
+    if device_bytes(program.arguments) + held > BLIND_NEAR[1] * accelerator.hbm_bytes:
+        return None
+    traced = trace_memory(program, accelerator)
+    return Drawn(own, config, machine, traced, (traced.peak + held) / accelerator.hbm_bytes)
+
+
+def ask_compiler(drawn: Drawn) -> dict[str, Any]:
+    """An update by its compiler, by its trace and by the closed form; GiB without code."""
+    accelerator, before = find_accelerator(drawn.machine), _children_s()
+    planned = Planned.of(drawn.config, accelerator)
+    found = compile_phases(make_jobs(planned, {"update": 1.0}))["update"]
+    closed = next(each.total for each in estimate(planned.sizes) if each.name == "update")
+    traced, compiled, cost = drawn.share * accelerator.hbm_bytes, found.device_bytes, found.cost(1.0)
+    return {
+        "settings": drawn.settings,
+        "machine": drawn.machine,
+        "model": drawn.config.model,
+        "program": "update",
+        "compiled_gib": round(compiled / GIB, 3),
+        "code_gib": round(found.memory.code / GIB, 3),
+        "traced_gib": round(traced / GIB, 3),
+        "closed_form_gib": round(closed / GIB, 3),
+        "traced_error": round(traced / compiled - 1, 4),
+        "closed_form_error": round(closed / compiled - 1, 4),
+        "hbm_gib": round(accelerator.hbm_bytes / GIB, 3),
+        "refused": found.refused,
+        "operations": cost.flops and round(cost.flops / drawn.traced.cost.flops, 5),
+        "traced_bytes": round(drawn.traced.cost.hbm_bytes / cost.hbm_bytes, 4) if cost.hbm_bytes else None,
+        "at_peak": [f"{size / GIB:.2f} {array!r}" for size, array in drawn.traced.largest[:4]],
+        "compile_cpu_s": round(_children_s() - before, 1),
+    }
+
+
+def _children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def judge_blind(seed: int, count: int, results: Path) -> None:
+    """Draw, compile, and write the figures after each."""
+    rows: list[dict[str, Any]] = []
+    for drawn in blind_draws(count, seed):
+        try:
+            rows.append(row := ask_compiler(drawn))
+        except CompilerError as error:
+            print(drawn.machine, drawn.settings, error, flush=True)
+            continue
+        print(row["machine"], row["model"], row["traced_error"], row["closed_form_error"], flush=True)
+        groups = {name: [each for each in rows if kind(each) == name] for name in sorted({kind(row) for row in rows})}
+        found = {name: {by: figures(each, by) for by in ("traced", "closed_form")} for name, each in groups.items()}
+        record(f"traced-blind-{seed}-planned", {"seed": seed, "asked": count, "figures": found, "rows": rows}, results)
+
+
+def has_pattern(model: str) -> bool:
+    """Whether a model's layers are of several kinds."""
+    return any(part in model for part in PATTERNS)
+
+
 def kind(row: Mapping[str, Any]) -> str:
     """The group of a row in the figures."""
     if row["program"] != "update":
         return "other programs"
-    layers = "patterns" if any(part in row["model"] for part in PATTERNS) else "one kind of layer"
+    layers = "patterns" if has_pattern(row["model"]) else "one kind of layer"
     return f"updates, {'TPU' if row['machine'][0] == 'v' else 'GPU'}, {layers}"
 
 
@@ -154,8 +308,12 @@ def table(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Iterator[st
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--count", type=int, help="rows of each file; unset: all")
+    parser.add_argument("--count", type=int, help=f"rows of each file; unset: all. Of a seed; unset: {BLIND_COUNT}")
+    parser.add_argument("--blind", type=int, metavar="SEED", help="compile updates that this seed draws")
     chosen = parser.parse_args()
+    if chosen.blind is not None:
+        judge_blind(chosen.blind, chosen.count or BLIND_COUNT, chosen.results)
+        return 0
     cases = [*golden_cases(), *(case for name in ROWS for case in limit_cases(name, chosen.count))]
     rows: list[dict[str, Any]] = []
     for case in cases:
