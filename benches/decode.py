@@ -52,13 +52,13 @@ def cpu_ms(function: Callable[[], Any]) -> float:
 def parts(engine: RolloutEngine) -> dict[str, float]:
     """CPU milliseconds per decode step of the head and of sampling, each alone."""
     device = device_of(engine)
-    S, params, rules = engine.config.slots, device.params, device.rules
+    S, params, rules = engine.config.slots, device.params, device.form.rules
     assert params is not None
     rows = idle_rows(S)
     for row in range(S):
         fill_row(rows, row, SamplingParams(max_new_tokens=1), seed=0, completion=row)
-    head = jax.jit(lambda params, x: logits_at(x, head_weights(params, rules, device.dtype), 1.0))
-    hidden = jnp.ones((S, device.decoder.width), device.dtype)
+    head = jax.jit(lambda params, x: logits_at(x, head_weights(params, rules, device.form.dtype), 1.0))
+    hidden = jnp.ones((S, device.form.decoder.width), device.form.dtype)
     logits, draw, live = head(params, hidden), jax.jit(sample), jnp.ones(S, bool)
     return {
         "head_cpu_ms": cpu_ms(lambda: head(params, hidden)),
@@ -117,7 +117,7 @@ def over_products(engine: RolloutEngine, requests: list[Request]) -> dict[str, A
     """CPU milliseconds of decode steps and of their products, and their ratio: median over turns."""
     device = device_of(engine)
     programs = device.programs
-    timed = ByTurns(programs.decode, products_of(device.decoder, engine.config.slots))
+    timed = ByTurns(programs.decode, products_of(device.form.decoder, engine.config.slots))
     jax.block_until_ready(timed.products())
     device.programs = programs._replace(decode=timed)
     engine.generate(requests)
@@ -149,7 +149,7 @@ def main() -> None:
     engine = make_engine(spec, mesh)
     lengths = run_lengths(args.lengths, spec)
     found = dataclasses.asdict(measure(spec, engine, lengths)) | parts(engine)
-    if jax.default_backend() == "cpu" and device_of(engine).dtype == jnp.float32:
+    if jax.default_backend() == "cpu" and device_of(engine).form.dtype == jnp.float32:
         found |= over_products(engine, full_requests(config.rollout, lengths, decoder.vocab))
     result = {"layers": args.layers, "vocab": args.vocab, "lengths": args.lengths, **found}
     print(json.dumps(result))

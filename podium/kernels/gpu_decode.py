@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from podium.config.attention_blocks import CACHE_BLOCK, GPU_SMALLEST
+from podium.kernels.tiles import tile_product
 
 MASKED = -1e30  # score of an invisible key; finite, so that differences of two are numbers
 PROGRAMS = 256  # programs that keep a GPU busy
@@ -156,11 +157,11 @@ def _kernel(
         column = first + step * splits
         page = table[column]
         position = column * P + jnp.arange(P)
-        scores = _dot(queries, keys[layer[0], page, :, :].T) * queries.shape[-1] ** -0.5
+        scores = tile_product(queries, keys[layer[0], page, :, :].T) * queries.shape[-1] ** -0.5
         scores = jnp.where(((position >= oldest) & (position < last))[None], scores, MASKED)
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         shares, kept = jnp.exp(scores - higher[:, None]), jnp.exp(top - higher)
-        weighted = kept[:, None] * weighted + _dot(shares.astype(values.dtype), values[layer[0], page, :, :])
+        weighted = kept[:, None] * weighted + tile_product(shares.astype(values.dtype), values[layer[0], page, :, :])
         return higher, kept * total + jnp.sum(shares, axis=1), weighted
 
     k, v = new[group, :], new[group + 1, :]
@@ -179,9 +180,3 @@ def _kernel(
         page, offset = table[last // P], last % P
         written_keys[layer[0], page, offset, :] = k
         written_values[layer[0], page, offset, :] = v
-
-
-def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Matrix product in float32; float32 operands are multiplied in full precision, not in TF32."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.dot(x, y, precision=precision, preferred_element_type=jnp.float32)

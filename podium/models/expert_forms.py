@@ -241,7 +241,6 @@ def _collected(k: int, rows: jax.Array, order: jax.Array, places: jax.Array) -> 
     return jnp.sum(rows[places].reshape(-1, k, *rows.shape[1:]), axis=1)
 
 
-Permutation = tuple[jax.Array, jax.Array]
 _spread.defvjp(
     lambda k, x, order, places: (_spread(k, x, order, places), (order, places)),
     lambda k, saved, d: (_collected(k, d, *saved), None, None),

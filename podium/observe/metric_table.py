@@ -42,11 +42,6 @@ class Metric(NamedTuple):
         return tuple(f"{self.name}/{part}" for part in self.parts) or (self.name,)
 
 
-def _kl_reference(stats: StepStats) -> float | None:
-    penalty = stats.batched.penalty
-    return stats.updated.token_means.get("kl_reference") if penalty is None else penalty.mean_kl
-
-
 def _kl_teacher(stats: StepStats) -> float | None:
     sampled = stats.batched.taught_kl
     return stats.updated.token_means.get("kl_teacher") if sampled is None else sampled
@@ -202,7 +197,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "top-p and min-p; caused by rounding and stale weights."
         ), _logprob_gap, parts=MEAN_MAX),
         Metric("policy/kl_sampled", "nat", "KL(sampler || trainer) per token, as mean of r - 1 - log r with r = p_trainer / p_sampler.", lambda s: s.updated.token_means.get("kl_sampled")),
-        Metric("policy/kl_reference", "nat", "KL(trainer || reference) per token as `algorithm.kl` estimates it; for `k1_reward` the mean of sampled - reference log-probability; only with `kl`.", _kl_reference),
+        Metric("policy/kl_reference", "nat", "KL(trainer || reference) per token as `algorithm.kl` estimates it; for `k1_reward` the mean of sampled - reference log-probability; only with `kl`.", lambda s: s.updated.kl(s.batched.penalty)),
         Metric("policy/routing_disagreement", "fraction", (
             "Tokens that the trainer's router would send to other experts than the sampler's router did, over layers "
             "and tokens whose experts were recorded; only with a mixture of experts, like the next three."

@@ -221,6 +221,12 @@ class UpdateStats:
     learners: Mapping[str, LearnerStats] = dataclasses.field(default_factory=dict)
     """Statistics of the other updated models, by role name."""
 
+    def kl(self, penalty: RewardPenalty | None) -> float | None:
+        """Mean KL to the reference per token, in nat: that of the rewards' `penalty`, or else that in the loss; None if
+        it is in neither.
+        """
+        return self.token_means.get("kl_reference") if penalty is None else penalty.mean_kl
+
     def then(self, later: "UpdateStats") -> "UpdateStats":
         """Combine with the statistics of later updates; both must have at least one update.
 

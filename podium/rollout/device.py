@@ -24,10 +24,10 @@ from podium.rollout.programs import (
     Chunk,
     CopyProgram,
     Drawn,
+    EngineForm,
     Scores,
     Slots,
     Where,
-    abstract_engine_cache,
     engine_calls,
     idle_chunk,
     idle_slots,
@@ -37,7 +37,6 @@ from podium.rollout.programs import (
     penalised_calls,
     row_shardings,
     scored_calls,
-    seen_words,
 )
 from podium.rollout.request import PromptScores, Request
 from podium.rollout.sampling import fill_row, words_of
@@ -74,24 +73,34 @@ class Device:
         Raises:
             ValueError: slots or prefill rows are not divisible by the number of devices.
         """
-        self.config = config
-        self.decoder = decoder
-        self.rules = rules
-        self.dtype = dtype
+        self.form = EngineForm(config, decoder, rules, dtype)
         self.overlap = not rules.on_cpu if overlap is None else overlap
-        self.shards = rules.num_shards("batch")
-        self.model = EngineModel(decoder.vocab, num_cells(decoder, config), decoder.choices, decoder.choice_format)
-        self.programs = make_engine_programs(config, decoder, rules, dtype)
+        self.programs = make_engine_programs(*self.form)
         self.params: Params | None = None
         self._frozen: Params = {}
-        self._make_cache = make_empty(abstract_engine_cache(config, decoder, rules, dtype))
-        self._over_hosts = not rules.sharding().is_fully_addressable
-        self._replicate = jax.jit(lambda drawn: drawn, out_shardings=rules.sharding())
+        self._make_cache = make_empty(self.form.cache())
+        one_host = rules.sharding().is_fully_addressable
+        self._replicate = None if one_host else jax.jit(lambda drawn: drawn, out_shardings=rules.sharding())
+        """Copies results to all hosts; None if this host has all devices."""
         self._cache: Cache | None = None
-        self._table = table_pages(config)
-        self._words = seen_words(decoder, rules)
         self._ahead = CompileAhead(threads=0)
         self.resize(config.slots)
+
+    @property
+    def config(self) -> RolloutConfig:
+        """Lengths, slots, pages and rows of the programs."""
+        return self.form.config
+
+    @property
+    def shards(self) -> int:
+        """Number of devices, or groups of devices, over which slots and pages are split."""
+        return self.form.rules.num_shards("batch")
+
+    @property
+    def model(self) -> EngineModel:
+        """What the engine knows of the model."""
+        decoder = self.form.decoder
+        return EngineModel(decoder.vocab, num_cells(decoder, self.config), decoder.choices, decoder.choice_format)
 
     def compile_ahead(self, ahead: CompileAhead) -> None:
         """Start compiling prefills, page copies and decode steps, decode steps first; each call waits for its own
@@ -99,20 +108,20 @@ class Device:
 
         Copies of cells, and the programs that `extra_calls` names, are compiled on their first call.
         """
-        calls = engine_calls(self.programs, self.config, self.decoder, self.rules, self.dtype)
+        calls = engine_calls(self.programs, self.form)
         ahead.begin(sorted(calls.items(), key=lambda item: not item[0].startswith("decode")))
         self._ahead = ahead
 
     def extra_calls(self, request: Request) -> dict[str, Call]:
         """The calls that this request needs but `warm_up` does not compile, by name, with abstract arguments."""
-        given = self.programs, self.config, self.decoder, self.rules, self.dtype
+        given = self.programs, self.form
         penalised = request.sampling.repetition_penalty != 1
         return (penalised_calls(*given) if penalised else {}) | (scored_calls(*given) if request.score_prompt else {})
 
     def freeze(self, params: Params) -> None:
         """Set the frozen weights; they are copied only if the rollout's layout or format differs from the trainer's."""
         self._frozen = {}
-        as_it_is = keeps(params, self.decoder, self.rules, self.dtype)
+        as_it_is = keeps(params, self.form.decoder, self.form.rules, self.form.dtype)
         self._frozen = params if as_it_is else self.programs.place(params)
 
     @property
@@ -123,7 +132,8 @@ class Device:
     def load(self, params: Params) -> None:
         """Copy these weights and use them from now on, instead of the old ones."""
         self.params = None  # free the old version before the new one is made
-        if self.decoder.lora is not None and self.decoder.lora.merged:
+        lora = self.form.decoder.lora
+        if lora is not None and lora.merged:
             self.params = self.programs.sync(params | self._frozen)
         else:
             self.params = self.programs.sync(params) | self._frozen
@@ -139,8 +149,8 @@ class Device:
 
     def resize(self, slots: int) -> None:
         """Use the decode program with `slots` slots from now on; all slots become empty."""
-        words = 0 if self.config.repetition_penalty == 1 else self._words
-        self._slots = idle_slots(slots, self._table, words)
+        words = 0 if self.config.repetition_penalty == 1 else self.form.words
+        self._slots = idle_slots(slots, table_pages(self.config), words)
         self._where = cast(Where[jax.Array], self._put(nowhere(slots, words)))
         self._table_pages = np.zeros(slots, np.int32)  # number of pages written so far into each slot's table
 
@@ -162,7 +172,7 @@ class Device:
 
     def nonfinite(self, sequence: Sequence) -> str:
         """Describe in a sentence where a sequence's logits became NaN or infinite."""
-        where = nonfinite_layer(self._loaded(), sequence.tokens, self.decoder, self.rules, self.dtype)
+        where = nonfinite_layer(self._loaded(), sequence.tokens, *self.form[1:])
         key = sequence.key
         begun = f"request {key.request}, completion {key.completion}, after {sequence.length} tokens"
         return f"{begun}: the model's logits are NaN or infinite; {where}. Find out why the weights diverged"
@@ -176,7 +186,7 @@ class Device:
 
         Returns None if the model has no experts and no row asks for scores.
         """
-        chunk = idle_chunk(self.config.prefill_rows, call.chunk, self._table)
+        chunk = idle_chunk(self.config.prefill_rows, call.chunk, table_pages(self.config))
         targets, scored = np.zeros_like(chunk.tokens), False
         for fill in call.fills:
             row = fill.row
@@ -210,8 +220,7 @@ class Device:
         self._copy(self.programs.copy_cells, copies)
 
     def _copy(self, program: CopyProgram, copies: Iterable[Copy]) -> None:
-        shards = self.rules.num_shards("batch")
-        per_shard = self.config.slots // shards
+        shards, per_shard = self.shards, self.config.slots // self.shards
         sources = np.zeros((shards, per_shard), np.int32)
         targets = np.full((shards, per_shard), NO_PAGE, np.int32)
         counts = [0] * shards
@@ -247,7 +256,7 @@ class Device:
         return functools.partial(_read_drawn, self._on_every_host(drawn), steps)
 
     def _on_every_host(self, tree: Tree) -> Tree:
-        return self._replicate(tree) if self._over_hosts else tree
+        return tree if self._replicate is None else self._replicate(tree)
 
     def _remember(self, penalised: bool) -> None:
         """Keep track of the tokens in slots' sequences while any row has a repetition penalty, and stop once no row has
@@ -259,7 +268,7 @@ class Device:
         wanted = penalised or self.config.repetition_penalty != 1
         if wanted == (self._slots.where.seen is not None):
             return
-        empty_slots = nowhere(len(self._table_pages), self._words if wanted else 0)
+        empty_slots = nowhere(len(self._table_pages), self.form.words if wanted else 0)
         placed = cast(Where[jax.Array], self._put(empty_slots))
         self._slots = dataclasses.replace(
             self._slots, where=dataclasses.replace(self._slots.where, seen=empty_slots.seen)
@@ -277,8 +286,8 @@ class Device:
         slots.cells[row] = sequence.cell or 0
         self._table_pages[row] = 0
         slots.where.tokens[row], slots.where.live[row] = sequence.tokens[-1], True
-        if slots.where.seen is not None:
-            slots.where.seen[row] = words_of(sequence.tokens, self._words)
+        if (seen := slots.where.seen) is not None:
+            seen[row] = words_of(sequence.tokens, seen.shape[1])
 
     def _loaded(self) -> Params:
         assert self.params is not None, "weights must be loaded before anything is decoded"
@@ -294,8 +303,8 @@ class Device:
         `device_put(..., may_alias=False)` does not always copy: on CPU it uses an aligned numpy array in place, and a
         call that is still running would then read what the host writes for the next one.
         """
-        copied, shardings = jax.tree.map(np.copy, tree), row_shardings(tree, self.rules)
-        if not self._over_hosts:
+        copied, shardings = jax.tree.map(np.copy, tree), row_shardings(tree, self.form.rules)
+        if self._replicate is None:
             return jax.device_put(copied, shardings)
         # the values are equal on every host; `device_put` would compare them over the network
         make = jax.make_array_from_callback

@@ -61,13 +61,24 @@ class PrefilledRows(NamedTuple):
 class EngineDevice(Protocol):
     """Weights, cache and slots, and calls that update them; only `wait`, and reading a call's results, block."""
 
-    config: RolloutConfig
-    model: EngineModel
-    shards: int
-    """Number of devices, or groups of devices, over which slots and pages are split."""
     overlap: bool
     """Whether to issue a decode call before the previous one is read; a slot then stays empty for one more call when
     its sequence ends."""
+
+    @property
+    def config(self) -> RolloutConfig:
+        """Lengths, slots, pages and rows of the calls."""
+        ...
+
+    @property
+    def model(self) -> EngineModel:
+        """What the engine knows of the model."""
+        ...
+
+    @property
+    def shards(self) -> int:
+        """Number of devices, or groups of devices, over which slots and pages are split."""
+        ...
 
     @property
     def loaded(self) -> bool:

@@ -37,7 +37,7 @@ from podium.rollout.engine_weights import (
 )
 from podium.rollout.sampling import A, SamplingRows, idle_rows, num_words, sample_split, with_tokens
 from podium.rollout.sequence import MAX_STOP_TOKENS
-from podium.sharding import Params, ShardingRules
+from podium.sharding import AbstractParams, Params, ShardingRules
 
 Tree = TypeVar("Tree")
 SCORED_TOKENS = 256
@@ -207,6 +207,30 @@ class EnginePrograms(NamedTuple):
     decode: DecodeProgram
 
 
+class EngineForm(NamedTuple):
+    """What an engine's programs are compiled for."""
+
+    config: RolloutConfig
+    decoder: DecoderConfig
+    rules: ShardingRules
+    """A layout of ROLLOUT_LAYOUTS on a mesh."""
+    dtype: jnp.dtype
+    """Number format of the weights; activations and cache follow it (`podium.models.linear`)."""
+
+    @property
+    def words(self) -> int:
+        """The result of `seen_words`."""
+        return seen_words(self.decoder, self.rules)
+
+    def weights(self) -> AbstractParams:
+        """The engine's weights with abstract arrays."""
+        return abstract_weights(self.decoder, self.rules, self.dtype)
+
+    def cache(self) -> Cache:
+        """The engine's cache with abstract arrays."""
+        return abstract_engine_cache(*self)
+
+
 def make_engine_programs(
     config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
 ) -> EnginePrograms:
@@ -259,16 +283,14 @@ def abstract_chunk(config: RolloutConfig, length: int, rules: ShardingRules) -> 
     return cast(Chunk[jax.Array], _abstract(idle_chunk(config.prefill_rows, length, table_pages(config)), rules))
 
 
-def engine_calls(
-    programs: EnginePrograms, config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
-) -> dict[str, Call]:
+def engine_calls(programs: EnginePrograms, form: EngineForm) -> dict[str, Call]:
     """The calls of a rollout that need the engine's weights or cache, with abstract arguments, in order of first use.
 
     Names: prefill:T by chunk length, copy, and decode:S by slots.
     """
+    config, decoder, rules, _ = form
     penalised = config.repetition_penalty != 1
-    weights = abstract_weights(decoder, rules, dtype)
-    cache = abstract_engine_cache(config, decoder, rules, dtype)
+    weights, cache = form.weights(), form.cache()
     found: dict[str, Call] = {}
     for length in prompt_buckets(config):
         chunk = abstract_chunk(config, length, rules)
@@ -282,13 +304,12 @@ def engine_calls(
     return found
 
 
-def penalised_calls(
-    programs: EnginePrograms, config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
-) -> dict[str, Call]:
+def penalised_calls(programs: EnginePrograms, form: EngineForm) -> dict[str, Call]:
     """The decode calls, with abstract arguments, for sequences with a repetition penalty if the config has none."""
+    config, decoder, rules, _ = form
     if config.repetition_penalty != 1:
         return {}
-    given = abstract_weights(decoder, rules, dtype), abstract_engine_cache(config, decoder, rules, dtype)
+    given = form.weights(), form.cache()
     slots = {
         size: abstract_slots(config, decoder, size, rules, penalised=True)
         for size in slot_sizes(config, rules.num_shards("batch"))
@@ -296,11 +317,10 @@ def penalised_calls(
     return {f"penalised:{size}": Call(programs.decode, (*given, *each)) for size, each in slots.items()}
 
 
-def scored_calls(
-    programs: EnginePrograms, config: RolloutConfig, decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype
-) -> dict[str, Call]:
+def scored_calls(programs: EnginePrograms, form: EngineForm) -> dict[str, Call]:
     """The prefill calls, with abstract arguments, for prompts that are scored (`Request.score_prompt`)."""
-    given = abstract_weights(decoder, rules, dtype), abstract_engine_cache(config, decoder, rules, dtype)
+    config, rules = form.config, form.rules
+    given = form.weights(), form.cache()
     found: dict[str, Call] = {}
     for length in prompt_buckets(config):
         chunk = abstract_chunk(config, length, rules)

@@ -160,7 +160,9 @@ class Trainer:
         )
 
     def log_ratios(self, state: TrainState, groups: Sequence[Group]) -> np.ndarray:
-        """The log-ratio of policy to reference for each completion of a few groups, in order; used for preferences."""
+        """For each completion of a few groups, in order, the log of how much likelier the policy makes it than the
+        frozen first model does; used for preferences.
+        """
         samples = [sample for n, group in enumerate(groups) for sample in group_samples(group, n, self.recipe)]
         policy = state.params | self.frozen
         return log_ratios(samples, self.sizes, self.settings.computing, self._ready_scorers(state), policy)
@@ -217,8 +219,7 @@ class Trainer:
         alone = dataclasses.replace(state, models={}, coefs={})
         state, updated, coefs = self._update_policy(alone, batches, step, coefs)
         if batches and coefs:
-            found = penalty.mean_kl if penalty is not None else updated.token_means.get("kl_reference")
-            coefs = after_step(self.recipe, coefs, kl=found)
+            coefs = after_step(self.recipe, coefs, kl=updated.kl(penalty))
         state = dataclasses.replace(state, models=models)
         models |= {
             name: mixed(state.weights(name), state.params, follows.mixup)

@@ -114,8 +114,8 @@ def test_another_number_of_slots_gives_the_same_tokens():
 
 def lowered_decode(engine):
     """The decode program of all slots, lowered."""
-    config, rules = engine.config, engine.device.rules
-    cache = abstract_engine_cache(config, DECODER, rules, engine.device.dtype)
+    config, rules = engine.config, engine.device.form.rules
+    cache = abstract_engine_cache(config, DECODER, rules, engine.device.form.dtype)
     return engine.device.programs.decode.lower(
         engine.device.params, cache, *abstract_slots(config, DECODER, config.slots, rules, penalised=False)
     )
@@ -458,7 +458,7 @@ def test_on_cpu_bfloat16_weights_are_taken_out_of_their_stacks_as_they_are():
 def test_decoding_keeps_one_copy_of_the_cache():
     config = CONFIG.model_copy(update={"max_prompt_tokens": 4096})
     engine = make_engine(config)
-    cache = abstract_engine_cache(config, DECODER, engine.device.rules, engine.device.dtype)
+    cache = abstract_engine_cache(config, DECODER, engine.device.form.rules, engine.device.form.dtype)
     memory = lowered_decode(engine).compile().memory_analysis()
     nbytes = 2 * cache.places[0].kv.keys.size * 4
     assert memory.alias_size_in_bytes >= nbytes, "the cache is not donated"

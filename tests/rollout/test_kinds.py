@@ -87,7 +87,7 @@ def check(context, completion, temperature=1.0):
 
 def test_the_kinds_of_this_decoder_keep_what_they_declare():
     engine = shared_engine()
-    cache = abstract_engine_cache(CONFIG, MIXED, engine.device.rules, engine.device.dtype)
+    cache = abstract_engine_cache(CONFIG, MIXED, engine.device.form.rules, engine.device.form.dtype)
     near, decay, far, last = cache.places
     cells, tokens = 4 + 2, 4 * 13 * 4 + 2 * 10 * 4
     assert near.kv.values.shape == (2, cells * 3, 2, 4, 8)  # 3 pages hold 2 tokens behind and 4 new ones anywhere
@@ -149,7 +149,7 @@ def test_new_weights_in_the_middle_make_all_anew():
         engine.step()
         found |= dict(engine.poll())
         if len(found) == 6:
-            engine.load(weights(engine.device.rules), 1)
+            engine.load(weights(engine.device.form.rules), 1)
     assert same(
         [[found[Key(n, i)] for i in range(r.completions)] for n, r in zip(numbers, REQUESTS, strict=True)], answers()
     )

@@ -55,7 +55,7 @@ def test_engine_and_update_multiply_in_the_format_that_is_faster_on_this_cpu(
     ) as rollouts:
         rollouts.load(load_weights(model, None))
         params = rollouts.device.params
-        assert rollouts.device.dtype == jnp.dtype(engine)
+        assert rollouts.device.form.dtype == jnp.dtype(engine)
         assert params is not None
         assert params["layers.q"].dtype == params["embed"].dtype == kept_dtype(jnp.dtype(engine), model.rules)
 

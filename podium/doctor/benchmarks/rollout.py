@@ -128,7 +128,7 @@ def measure(spec: RunSpec, engine: RolloutEngine, lengths: SequenceLengths) -> R
     floor_ms, floor = _floor(spec, device, context)
     for each in found.values():
         each["floor_ms"] = floor_ms
-    mesh = device.rules.mesh
+    mesh = device.form.rules.mesh
     return RolloutBench(
         model=spec.model,
         layout=spec.rollout.layout.name,
@@ -136,7 +136,7 @@ def measure(spec: RunSpec, engine: RolloutEngine, lengths: SequenceLengths) -> R
         devices=mesh.size,
         batch=int(lengths.completions.size),
         slots=rollout.slots,
-        dtype=str(device.dtype),
+        dtype=str(device.form.dtype),
         floor=floor,
         full=found["full"],
         rollout=found["rollout"],
@@ -207,11 +207,11 @@ def _figures(stats: RolloutStats, wall_s: float, cpu_s: float) -> dict[str, floa
 
 def _floor(spec: RunSpec, device: Device, context: float) -> tuple[float, str]:
     """The minimum time in milliseconds of a decode step of all slots, and the source of this figure."""
-    rules, slots, params = device.rules, spec.rollout.settings.slots, device.params
+    rules, slots, params = device.form.rules, spec.rollout.settings.slots, device.params
     assert params is not None
     if rules.on_cpu:
-        products = jax.jit(functools.partial(_products, rules=rules, dtype=device.dtype))
-        x = jnp.ones((slots, spec.decoder.width), activation_dtype(rules, device.dtype))
+        products = jax.jit(functools.partial(_products, rules=rules, dtype=device.form.dtype))
+        x = jnp.ones((slots, spec.decoder.width), activation_dtype(rules, device.form.dtype))
         return 1e3 * fastest_s(products, params, x), "the step's matrix products alone, measured"
     accelerator = spec.machine.accelerator
     if accelerator is None:

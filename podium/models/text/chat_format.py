@@ -114,8 +114,7 @@ class ChatFormat:
 
     def plain_pieces(self, text: str) -> list[str]:
         """The text in pieces, none of which spells an added token, as `encode` encodes a tool's message."""
-        cuts = [found.start() + 1 for found in self._named.finditer(text)] if self._named else []
-        return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        return _cut_within(self._named, text)
 
     def encode(self, text: str) -> list[int]:
         """Encode a rendered text, without beginning- or end-of-sequence tokens."""
@@ -134,9 +133,7 @@ class ChatFormat:
 
     def encode_answer(self, text: str) -> list[int]:
         """Encode the text of an answer, such as one in the data: control tokens that it spells stay text."""
-        cuts = [found.start() + 1 for found in self._control.finditer(text)] if self._control else []
-        pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        return [token for piece in pieces for token in self._encode(piece)]
+        return [token for piece in _cut_within(self._control, text) for token in self._encode(piece)]
 
     def _guarded(self, message: Message) -> Message:
         content, role = message.get("content"), message.get("role")
@@ -159,3 +156,9 @@ def any_of(texts: Sequence[str]) -> re.Pattern[str] | None:
     """Compile a pattern that matches any of these texts, preferring longer ones; None if `texts` is empty."""
     longest_first = sorted({text for text in texts if text}, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def _cut_within(named: re.Pattern[str] | None, text: str) -> list[str]:
+    """The text in pieces, none of which spells a token that `named` finds."""
+    cuts = [found.start() + 1 for found in named.finditer(text)] if named else []
+    return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]

@@ -26,6 +26,7 @@ from podium.rollout.cache import Cache
 from podium.rollout.engine_weights import abstract_weights, engine_decoder, frozen_in_rollout, keeps
 from podium.rollout.programs import (
     Chunk,
+    EngineForm,
     EnginePrograms,
     ExtendProgram,
     abstract_engine_cache,
@@ -175,7 +176,8 @@ def _rollout_programs(spec: RunSpec, training: _AbstractTraining, engine: "_Abst
     if decoder.lora is not None and decoder.lora.merged:
         weights, synced["frozen_weights"] = weights | training.frozen, training.frozen
     found = {"sync": phase("sync", engine.programs.sync, (weights,), synced)}
-    for name, call in engine_calls(engine.programs, spec.rollout.settings, decoder, engine.rules, engine.dtype).items():
+    form = EngineForm(spec.rollout.settings, decoder, engine.rules, engine.dtype)
+    for name, call in engine_calls(engine.programs, form).items():
         read = {} if name == "copy" else {"rollout_weights": engine.weights}
         found[name] = phase("rollout", *call, {"kv_cache": engine.cache, **read})
     for role in spec.rollout.grading_models:
