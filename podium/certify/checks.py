@@ -40,7 +40,6 @@ from podium.config.lora import TARGETS
 from podium.config.mesh import mesh_sizes
 from podium.config.schema import Attention, Remat
 from podium.models.params import TRAIN_AXES, indivisible, param_specs, trained_specs
-from podium.run.resolve import resolve_recipe
 from podium.run.roles import find_decoder
 from podium.sharding import ShardingRules, make_mesh
 from podium.train.step import make_score, shard_batch
@@ -300,7 +299,7 @@ def skipped(subject: Subject) -> Iterator[str]:
         yield f"rollout devices: there are fewer than {DEVICES} devices, or they do not divide the model"
     if "kernel" not in usable_attention():
         yield f"attention kernel: needs {' or '.join(KERNELS)}, and this machine has {jax.devices()[0].platform}"
-    if parts := resolve_recipe(subject.user).loss_parts:
+    if parts := [each.loss for each in subject.user.algorithm.loss_parts if each.loss is not None]:
         yield f"parts of the loss: {', '.join(parts)} have no naive form; the recipe is checked without them"
     if subject.rules.compared is not None:
         yield "head fused: it computes no logits, and this loss compares whole distributions"

@@ -210,10 +210,11 @@ def _with_other_options(subject: Subject, causes: tuple[str, ...]) -> Check:
     training = watch_training(other, evaluated=False)
     followed = follow(other, training)
     wrong = sum(each.missing for each in followed) + _moved_elsewhere(other, training)
+    wrong += _other_step(training.resumed, training.steps[-1])
     weights = _weight_error(other, training) / _weight_bar(training.config.train.optimizer) * RUN_BAR
     return Check(
         name="other options",
-        claim="steps are right with a KL, an entropy bonus, a correction, and groups, episodes or tokens left out",
+        claim="steps are right with a KL, an entropy bonus, a correction, demonstrations, and groups left out",
         difference=wrong or largest((weights, *(each.gradient_error for each in followed))),
         bar=RUN_BAR,
         after=(*causes, "training", "new weights"),

@@ -14,20 +14,30 @@ import numpy as np
 from podium.algorithms.controllers import ENTROPY_BONUS, KL_COEF, LAST_ENTROPY
 from podium.certify.check_result import largest
 from podium.certify.naive import Sequences
-from podium.certify.naive_rules import KL_TO, Rules
+from podium.certify.naive_draws import prompt_index
+from podium.certify.naive_rules import KL_TO, Rules, rules_of
 from podium.certify.naive_run import Coefficients, moved_weights
-from podium.certify.subject import NaiveModel, Subject
+from podium.certify.naive_step import imitated_steps
+from podium.certify.numbers_task import Numbers
+from podium.certify.subject import NaiveModel, Subject, shortest_prompt
+from podium.certify.talk import demonstration
 from podium.certify.tiny import Arrays
 from podium.certify.training import SHORT_STEP, OptimizerStep, Step, Training
 from podium.certify.updates import (
     NaiveUpdate,
     Update,
+    added,
     gradient_difference,
     loss_difference,
     naive_update,
     naive_value_update,
     relative,
 )
+from podium.config.schema import AlgorithmConfig
+from podium.tasks.task import TaskSource
+
+IMITATION = dataclasses.replace(rules_of(AlgorithmConfig(recipe="sft")), old_logprobs="sampler")
+"""The rules of demonstrations that are mixed in; they have no log-probabilities before the step."""
 
 
 class Learned(NamedTuple):
@@ -72,6 +82,8 @@ class Followed:
     """The models that follow the policy, before the step, by the name of their role."""
     coefs: Coefficients
     """The coefficients before the step."""
+    batches: list[Sequences[np.ndarray] | None]
+    """The drawn tokens that each of `updates` learned from; None if it had demonstrations alone."""
     applied: list[Coefficients]
     """The coefficients in the loss of each of `updates`."""
 
@@ -116,30 +128,43 @@ def follow(subject: Subject, training: Training) -> list[Followed]:
     for number, step in enumerate(training.steps):
         others = {**{name: own.now for name, own in moved.items()}, **{name: step.models[name] for name in left}}
         own = dataclasses.replace(rules, kl_coef=coefs.kl_coef)
-        sequences = subject.naive_steps(step.groups, own, step.weights, others)
-        sequences = sequences[: len(sequences) - (bool(left) and number == SHORT_STEP)]
+        minibatches = zip(
+            subject.naive_steps(step.groups, own, step.weights, others),
+            _imitated(subject, training, number),
+            strict=True,
+        )
+        todo = [each for each in minibatches if each != (None, None)]
+        todo = todo[: len(todo) - (number == SHORT_STEP and rules.minibatches > 1)]
+        sequences = [batch for batch, _ in todo if batch is not None]
         updates: list[NaiveUpdate] = []
         applied: list[Coefficients] = []
         now = coefs
-        for seen, batch in zip(step.updates, sequences * rules.updates_per_batch, strict=False):
+        for seen, (batch, imitated) in zip(step.updates, todo * rules.updates_per_batch, strict=False):
+            weights, parts = {**step.weights, **seen.before}, list[NaiveUpdate]()
             applied.append(now.applied(rules))
-            weighed = dataclasses.replace(
-                batch, kl_coef=np.asarray(now.kl_coef), entropy_bonus=np.asarray(applied[-1].entropy_bonus)
-            )
-            updates.append(naive_update(subject, weighed, {**step.weights, **seen.before}))
-            now = now.after_update(rules, updates[-1].entropy)
+            if batch is not None:
+                weighed = dataclasses.replace(
+                    batch, kl_coef=np.asarray(now.kl_coef), entropy_bonus=np.asarray(applied[-1].entropy_bonus)
+                )
+                parts.append(naive_update(subject, weighed, weights))
+                now = now.after_update(rules, parts[-1].entropy)
+            if imitated is not None:
+                own_part = naive_update(dataclasses.replace(subject, rules=IMITATION), imitated, weights)
+                parts.append(own_part._replace(tokens=0))  # the model drew none of them
+            updates.append(parts[0] if len(parts) == 1 else added(*parts))
         waits = any(number < each.warmup_steps for each in training.settings.learning.values())
         found.append(
             Followed(
                 step=step,
                 updates=updates,
-                missing=abs(len(step.updates) - (0 if waits else len(sequences) * rules.updates_per_batch)),
+                missing=abs(len(step.updates) - (0 if waits else len(todo) * rules.updates_per_batch)),
                 learned={
                     name: _learned(subject.models[name], training, step, weights, sequences)
                     for name, weights in left.items()
                 },
                 moved=dict(moved),
                 coefs=coefs,
+                batches=[batch for batch, _ in (todo * rules.updates_per_batch)[: len(updates)]],
                 applied=applied,
             )
         )
@@ -150,6 +175,19 @@ def follow(subject: Subject, training: Training) -> list[Followed]:
                 before = moved[name].now
                 moved[name] = Moved(moved_weights(before, training.version(number + 1), settings.mixup), before)
     return found
+
+
+def _imitated(subject: Subject, training: Training, number: int) -> list[Sequences[np.ndarray] | None]:
+    """What each minibatch of a step imitates, by the seed's order of demonstrations; None where it imitates nothing."""
+    config = training.config
+    minibatches, count = config.algorithm.minibatches, config.demonstrations_per_step
+    if config.demonstrations is None:
+        return [None] * minibatches
+    numbers = Numbers(TaskSource(), vocab=subject.decoder.vocab, shortest=shortest_prompt(subject.recipe))
+    known = numbers.prompts("train")
+    places = [prompt_index(config.seed, place, len(known)) for place in range(number * count, (number + 1) * count)]
+    own = [demonstration(known[place], tools=subject.converses) for place in places]
+    return imitated_steps(own, subject.room, minibatches=minibatches, weight=config.demonstrations.weight)
 
 
 def _learned(
@@ -187,8 +225,8 @@ def _mean_kl(rules: Rules, sequences: Sequence[Sequences[np.ndarray]], updates: 
     if rules.kl == "k1_reward":
         charged = [each.sampled_logprobs - each.scores[KL_TO] for each in sequences]
         return float(np.concatenate([x[mask] for x, mask in zip(charged, masks, strict=True)]).mean())
-    tokens = [int(mask.sum()) for mask in masks] * rules.updates_per_batch
-    return float(np.average([each.kl for each in updates], weights=tokens[: len(updates)]))
+    tokens = [each.tokens for each in updates]
+    return float(np.average([each.kl for each in updates], weights=tokens)) if any(tokens) else 0.0
 
 
 def _wide(weights: Arrays) -> Arrays:

@@ -32,6 +32,8 @@ NUMBERS: Sequence[tuple[str, str, bool]] = (
     ("7", r"\boxed{8} is wrong, it is \boxed{7}", True),
     ("7", r"It is 7, no wait, \boxed{8}", False),
     ("7", "It is not 7.", False),
+    ("7", "The answer is 8. Wait, that is wrong: the answer is 7.", True),
+    ("8", "The answer is 8. Wait, that is wrong. I cannot say.", False),
     ("7", "7 or 8", False),
     ("16", r"\boxed{2^4}", False),
     ("5", "The answer is 5 apples.", True),
@@ -71,6 +73,36 @@ FORMULAS: Sequence[tuple[str, str, bool]] = (
     (r"2x+4y-3=0", r"\boxed{y = -\frac12 x + \frac34}", True),
 )
 WORDS: Sequence[tuple[str, str, bool]] = (("Paris", "The answer is paris.", True), ("Paris", "London", False))
+ADDS = {
+    "question": "",
+    "name": "add",
+    "tests": [{"arguments": [1, n], "expected": n + 1} for n in range(4)],
+}
+SUMS_READ = {"question": "", "tests": [{"input": "1 2\n", "output": "3\n"}, {"input": "4 5\n", "output": "9\n"}]}
+MBPP = {
+    "text": "Double it.",
+    "code": "def twice(x): ...",
+    "test_list": ["assert twice(2) == 4", "assert twice('a') == 'aa'"],
+}
+HUMAN_EVAL = {
+    "prompt": 'from math import floor\n\ndef low(x):\n    """Round down."""\n',
+    "entry_point": "low",
+    "test": "def check(candidate):\n    assert candidate(2.5) == 2\n    assert candidate(-0.5) == -1\n",
+}
+CODE: Sequence[tuple[Mapping[str, object], str, float]] = (
+    (ADDS, "```python\ndef add(x, y):\n    return x + y\n```", 1.0),
+    (ADDS, "First\n```python\ndef add(x, y):\n    return 0\n```\nor\n```python\ndef add(x, y): return x + y\n```", 1.0),
+    (ADDS, "```python\ndef add(x, y):\n    return 1 + min(y, 1)\n```", 0.5),
+    (ADDS, "```python\ndef add(x, y):\n    return str(x + y)\n```", 0.0),
+    (ADDS, "```python\ndef plus(x, y):\n    return x + y\n```", 0.0),
+    (SUMS_READ, "```python\nprint(sum(map(int, input().split())))\n```", 1.0),
+    (SUMS_READ, "```python\nprint(3)\n```", 0.5),
+    (MBPP, "```python\ndef twice(x):\n    return x + x\n```", 1.0),
+    (MBPP, "```python\ndef twice(x):\n    return 2 * len(x)\n```", 0.0),
+    (HUMAN_EVAL, "```python\ndef low(x):\n    return floor(x)\n```", 1.0),
+    (HUMAN_EVAL, "```python\ndef low(x):\n    return int(x)\n```", 0.5),
+)
+"""A row of a task of code, an answer to grade, and the share of its tests that it passes."""
 TABLES: Mapping[str, Sequence[tuple[str, str, bool]]] = {
     "arithmetic": NUMBERS[:1],
     "calculator": NUMBERS[:1],
@@ -88,7 +120,7 @@ def grades_check(tasks: Sequence[TaskConfig]) -> Check:
     return Check(
         name="grades",
         claim="known answers get their grades, and generated questions have the right answers, in one split each",
-        difference=float(sum(_wrong_grades(config, task) for config, task in known))
+        difference=float(sum(_wrong_grades(config, task) for config, task in known) + _wrong_code(tasks))
         + sum(_wrong_questions(config, task) for config, task in known if config.name in GENERATED),
         bar=0,
         after=("environments",),
@@ -102,6 +134,16 @@ def _wrong_grades(config: TaskConfig, task: Task) -> int:
         table = WORDS
     cases = [*table, *(() if config.name == "chat" or table is WORDS else _stated())]
     return sum(task.grade(_prompt(known), answer) != float(right) for known, answer, right in cases)
+
+
+def _wrong_code(tasks: Sequence[TaskConfig]) -> int:
+    """Number of known answers in code that the config's task of code, if it has one, grades wrongly."""
+    found = (make_task(each) for each in tasks if each.name == "code" and each.options.get("reward") != "all")
+    task = next(found, None)
+    if task is None:
+        return 0
+    rows = [(Prompt(id="0", question="", answer="", metadata=row), *rest) for row, *rest in CODE]
+    return sum(task.grade(prompt, str(answer)) != share for prompt, answer, share in rows)
 
 
 def _stated() -> Iterator[tuple[str, str, bool]]:

@@ -17,6 +17,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from podium.certify.check_result import Check
+from podium.certify.known_models import IN_GGUF
 from podium.certify.subject import one_device
 from podium.models.architecture import DecoderConfig, Lora
 from podium.models.files.hf import load_params, save_model
@@ -27,7 +28,8 @@ from podium.models.params import TRAIN_AXES
 from podium.sharding import Params, ShardingRules
 
 Arrays = Mapping[str, np.ndarray]
-LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, VOCAB, EXPERTS, RANK = 3, 24, 4, 2, 8, 20, 40, 4, 2
+LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 3, 64, 4, 2, 32, 96  # those of IN_GGUF
+VOCAB, EXPERTS, RANK = 40, 4, 2
 SIZES: Mapping[str, object] = {
     "num_hidden_layers": LAYERS,
     "hidden_size": WIDTH,
@@ -36,17 +38,12 @@ SIZES: Mapping[str, object] = {
     "head_dim": HEAD_DIM,
     "intermediate_size": HIDDEN,
     "vocab_size": VOCAB,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "hidden_act": "silu",
 }
 
 
 class Form(NamedTuple):
     """What a made-up model's files hold, beside the tensors that all of them have."""
 
-    config: Mapping[str, object]
     tied: bool = False
     biased: bool = False
     normed: bool = False
@@ -54,16 +51,13 @@ class Form(NamedTuple):
 
 
 FORMS: Mapping[str, Form] = {
-    "llama": Form({}),
-    "qwen2": Form({}, tied=True, biased=True),
-    "qwen3": Form({}, normed=True),
-    "qwen3_moe": Form(
-        {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN, "norm_topk_prob": True},
-        normed=True,
-        routed=True,
-    ),
+    "llama": Form(),
+    "qwen2": Form(tied=True, biased=True),
+    "qwen3": Form(normed=True),
+    "qwen3_moe": Form(normed=True, routed=True),
 }
 """By `model_type`."""
+OF_EXPERTS = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN, "norm_topk_prob": True}
 MATRICES: Mapping[str, tuple[str, tuple[int, int], Callable[[np.ndarray], np.ndarray]]] = {
     "q": ("self_attn.q_proj", (HEADS * HEAD_DIM, WIDTH), lambda x: x.T.reshape(WIDTH, HEADS, HEAD_DIM)),
     "k": ("self_attn.k_proj", (KV_HEADS * HEAD_DIM, WIDTH), lambda x: x.T.reshape(WIDTH, KV_HEADS, HEAD_DIM)),
@@ -74,8 +68,8 @@ MATRICES: Mapping[str, tuple[str, tuple[int, int], Callable[[np.ndarray], np.nda
     "down": ("mlp.down_proj", (WIDTH, HIDDEN), np.transpose),
 }
 """Of a layer: the name in files, the shape there, and how it is turned into ours."""
-IN_GGUF = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"}
-IN_GGUF |= {"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}
+GGUF_NAMES = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"}
+GGUF_NAMES |= {"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}
 
 
 class _Files(NamedTuple):
@@ -143,7 +137,12 @@ def _is_misread(folder: Path, model_type: str, form: Form) -> bool:
     """Whether a model in two shards is not read as it is, or not written as it was."""
     made = _made_up(form)
     folder.mkdir()
-    described = {"model_type": model_type, "tie_word_embeddings": form.tied, **SIZES, **form.config}
+    described = {
+        "model_type": model_type,
+        "tie_word_embeddings": form.tied,
+        **SIZES,
+        **(OF_EXPERTS if form.routed else {}),
+    }
     (folder / "config.json").write_text(json.dumps(described))
     names = sorted(made.stored)
     shards = {f"model-0000{n + 1}-of-00002.safetensors": names[n::2] for n in range(2)}
@@ -161,11 +160,7 @@ def _is_misread(folder: Path, model_type: str, form: Form) -> bool:
 def _loaded(path: Path) -> tuple[DecoderConfig, Params]:
     source = resolve(str(path))
     decoder = read_architecture(source)
-    return decoder, load_params(source, decoder, _rules())
-
-
-def _rules() -> ShardingRules:
-    return ShardingRules(one_device(), TRAIN_AXES)
+    return decoder, load_params(source, decoder, ShardingRules(one_device(), TRAIN_AXES))
 
 
 def _differ(found: Mapping[str, np.ndarray | jax.Array], expected: Arrays) -> bool:
@@ -196,7 +191,7 @@ def _is_adapter_misread(folder: Path) -> bool:
     described = {"peft_type": "LORA", "r": RANK, "lora_alpha": lora.alpha, "target_modules": names}
     (folder / "adapter_config.json").write_text(json.dumps(described))
     save_file(stored, folder / "adapter_model.safetensors")
-    found = load_adapter(folder, decoder, _rules(), {})
+    found = load_adapter(folder, decoder, ShardingRules(one_device(), TRAIN_AXES), {})
     save_adapter(found, {}, decoder, folder / "written", model="made up")
     written = load_file(folder / "written" / "adapter_model.safetensors")
     return _differ(found, ours) or _differ(written, stored)
@@ -208,20 +203,11 @@ def _is_gguf_misread(path: Path) -> bool:
 
     made = _made_up(FORMS["llama"])
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(LAYERS)
-    writer.add_embedding_length(WIDTH)
-    writer.add_feed_forward_length(HIDDEN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(HEAD_DIM)
-    writer.add_value_length(HEAD_DIM)
-    writer.add_context_length(64)
-    writer.add_rope_freq_base(1e4)
-    writer.add_rope_dimension_count(HEAD_DIM)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_vocab_size(VOCAB)
+    for name, value in IN_GGUF.items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"llama.{name}", value)  # pyright: ignore[reportArgumentType]  # a whole number where it is no float
     outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    inner = {tensor: IN_GGUF[name] for name, (tensor, _, _) in MATRICES.items()}
+    inner = {tensor: GGUF_NAMES[name] for name, (tensor, _, _) in MATRICES.items()}
     inner |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
     for name, value in made.stored.items():
         stem = name.removesuffix(".weight")

@@ -48,7 +48,7 @@ KNOWN: Mapping[str, Facts] = {
         36, 2880, 64, 8, 64, theta=1.5e5, bias=True, windows=(128, 18), experts=(128, 4, True)
     ),
 }
-IN_GGUF: Mapping[str, object] = {
+IN_GGUF: Mapping[str, float] = {
     "block_count": 3,
     "embedding_length": 64,
     "attention.head_count": 4,

@@ -9,7 +9,15 @@ import numpy as np
 from podium.certify.check_result import Check
 from podium.certify.naive_draws import request_seed
 from podium.certify.naive_mixture import Draw, NaiveMixture
-from podium.certify.numbers_task import EVALUATED, LONGEST_PROMPT, NAME, QUESTIONS, LetterBackend
+from podium.certify.numbers_task import (
+    EVALUATED,
+    LONGEST_PROMPT,
+    NAME,
+    QUESTIONS,
+    SYSTEM_PROMPT,
+    LetterBackend,
+    Numbers,
+)
 from podium.config.data import DataConfig, ProgressConfig, RetireConfig
 from podium.config.schema import CurriculumConfig, TaskConfig
 from podium.models.text.tokenizer import Tokenizer
@@ -21,7 +29,7 @@ from podium.sampling.conversations.episode import Episode
 from podium.sampling.feed import EncodedPrompt, Feed
 from podium.sampling.partial_rollouts import PartialRollouts
 from podium.tasks.mixture import TaskPrompt
-from podium.tasks.task import Prompt
+from podium.tasks.task import Prompt, TaskSource
 
 FIRSTS: Sequence[tuple[Sequence[Sequence[int]], int | None]] = (
     ([[3, 3, 4], [4, 5]], 3),
@@ -35,12 +43,13 @@ over updates; and the version of the prompt's first token, None if none has been
 DRAWS, RESUMED, IN_FLIGHT = 90, 2, 6
 """Prompts that are drawn, after how many a run is resumed, and how many are in flight."""
 STEPS = 60
-LONGEST = QUESTIONS - 1  # place of the longest prompt of each level
 WINDOW, SPREAD = 4, 0.3
 RETIRE = RetireConfig(pass_rate=0.9, keep=4)
 SEED = 11
 VOCAB = 100
 WEIGHTS = (1.0, 0.75, 2.0)
+SYSTEM_PROMPTS = (None, "7 6 5", "")
+"""Of each task: its own, another one, and none."""
 
 
 def mixture_check(spec: RolloutSpec) -> Check:
@@ -58,7 +67,7 @@ def _wrong(spec: RolloutSpec, *, levels: int, by_progress: bool = False) -> int:
     """How many draws differ in a mixture whose last task has this many levels.
 
     The last few prompts are in flight. The run is resumed again and again from what a checkpoint says of it. Where
-    neither levels nor progress choose, the longest prompt of each task is too long.
+    neither levels nor progress choose, the longest prompt of each task with a system prompt is too long.
     """
     plain = levels == 1 and not by_progress
     progress = ProgressConfig(window=WINDOW, spread=SPREAD) if by_progress else None
@@ -68,6 +77,7 @@ def _wrong(spec: RolloutSpec, *, levels: int, by_progress: bool = False) -> int:
         spec.prompts, tasks=tasks, data=data, seed=SEED, max_tokens=LONGEST_PROMPT - plain, privileged=None
     )
     sizes = [[QUESTIONS]] * (len(tasks) - 1) + [[QUESTIONS] * levels]
+    known = _tokens(levels)
     naive = NaiveMixture(SEED, WEIGHTS, sizes, window=WINDOW, spread=SPREAD, by_progress=by_progress, retire=RETIRE)
     run = _run(spec, prompts)
     expected: list[tuple[int, Draw]] = []  # of the prompts in flight
@@ -81,12 +91,13 @@ def _wrong(spec: RolloutSpec, *, levels: int, by_progress: bool = False) -> int:
             run.position = Position.read(saved, run.feed)
         (prompt,) = run.feed.next(1)
         own = naive.draw()
-        while own in naive.retired or (plain and own.place == LONGEST):
+        while own in naive.retired or len(known[own]) > LONGEST_PROMPT - plain:
             number, own = number + 1, naive.draw()
         expected.append((number, own))
         number += 1
         run.pending = (*run.pending, Pending(prompt=prompt))
-        wrong += [_known(each.prompt) for each in run.pending] != [_naive(*each) for each in expected]
+        found = [(*_known(each.prompt), each.prompt.tokens) for each in run.pending]
+        wrong += found != [(*_naive(*each), known[each[1]]) for each in expected]
         if len(expected) < IN_FLIGHT:
             continue
         (first, *left), (_, learned), mean = run.pending, expected.pop(0), (3 * own.task + 5 * drawn) % 8 / 7
@@ -112,9 +123,23 @@ def _naive(number: int, draw: Draw) -> tuple[int, int, str, int]:
     return number, draw.task, str(draw.place), request_seed(SEED, "train", number)
 
 
+def _tokens(levels: int) -> dict[Draw, tuple[int, ...]]:
+    """The tokens of every prompt of `_tasks`: the system prompt of its task, and the question."""
+    found: dict[Draw, tuple[int, ...]] = {}
+    for task, own in enumerate([*SYSTEM_PROMPTS[:-1], *SYSTEM_PROMPTS[-1:] * levels]):
+        source = Numbers(TaskSource(), vocab=VOCAB, shortest=max(1, 2 + task - len(WEIGHTS)))
+        for place, prompt in enumerate(source.prompts("train")):
+            text = f"{SYSTEM_PROMPT if own is None else own} {prompt.question}"
+            found[Draw(task, place)] = tuple(map(int, text.split()))
+    return found
+
+
 def _tasks(levels: int) -> tuple[TaskConfig, ...]:
     options: dict[str, object] = {"vocab": VOCAB}
-    tasks = [TaskConfig(name=NAME, weight=weight, options=options) for weight in WEIGHTS]
+    tasks = [
+        TaskConfig(name=NAME, weight=weight, options=options, system_prompt=own)
+        for weight, own in zip(WEIGHTS, SYSTEM_PROMPTS, strict=True)
+    ]
     if levels > 1:
         own: list[dict[str, object]] = [{"shortest": 1 + level} for level in range(levels)]
         curriculum = CurriculumConfig(levels=own, window=WINDOW, spread=SPREAD)

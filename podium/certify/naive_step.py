@@ -99,6 +99,22 @@ def optimizer_steps(
 ) -> list[Sequences[np.ndarray]]:
     """The optimizer steps of one pass over a step's groups, in order, without those that have no token to train on.
 
+    Arguments as for `minibatch_steps`.
+    """
+    made = minibatch_steps(rules, groups, room, models, max_new_tokens=max_new_tokens)
+    return [each for each in made if each is not None]
+
+
+def minibatch_steps(
+    rules: Rules,
+    groups: Sequence[Sequence[Episode]],
+    room: Room,
+    models: Mapping[str, Scored],
+    *,
+    max_new_tokens: int,
+) -> list[Sequences[np.ndarray] | None]:
+    """An optimizer step for each minibatch of one pass over a step's groups; None if it has no token to train on.
+
     Args:
         rules: the algorithm.
         groups: the episodes of each prompt, [N][G].
@@ -106,9 +122,9 @@ def optimizer_steps(
         models: as before the step's first update, by the name of their scores: at least `rules.read_scores`.
         max_new_tokens: maximum length of a completion.
     """
-    kept = [group for group in groups if rules.zero_variance == "keep" or not _equal(rules, group)]
+    kept = [group for group in groups if rules.zero_variance == "keep" or not is_equal(rules, group)]
     if not kept:
-        return []
+        return [None] * rules.minibatches
     rules = _with_arguments(rules, kept)
     flat = [episode for group in kept for episode in group]
     trained = _trained(rules, flat, room)  # [S, n]
@@ -117,13 +133,14 @@ def optimizer_steps(
     read = {name: models[name](*_as_read(rules, name, flat, room)) for name in rules.read_scores}
     read[DRAWN_LOGPROBS] = _padded([each.drawn_logprobs for each in flat], room)
     advantages, read[RETURNS] = _of_tokens(rules, kept, trained, sampled, read)
-    made = []
+    made: list[Sequences[np.ndarray] | None] = []
     for first, end in minibatch_bounds(len(kept), rules.minibatches):
         own = slice(first * len(kept[0]), end * len(kept[0]))
         weights = np.zeros(trained.shape)
         failed = sum(episode.failed for episode in flat[own])
         weights[own] = token_weights(rules, trained[own], max_new_tokens, failed=failed)
         if not weights.any():
+            made.append(None)
             continue
         step = Sequences(
             tokens=tokens,
@@ -138,6 +155,34 @@ def optimizer_steps(
         )
         chosen = _of_step(rules, step, flat[own], room, models)
         made.append(dataclasses.replace(step, scores={**read, **chosen}))
+    return made
+
+
+def imitated_steps(
+    demonstrations: Sequence[Episode], room: Room, *, minibatches: int, weight: float
+) -> list[Sequences[np.ndarray] | None]:
+    """The demonstrations of each minibatch of one pass, whose loss is `weight` times the mean of -logprob over their
+    tokens; None where a minibatch has none.
+
+    It is written as REINFORCE's loss with advantages of 1.
+    """
+    made: list[Sequences[np.ndarray] | None] = []
+    for first, end in minibatch_bounds(len(demonstrations), minibatches):
+        own = demonstrations[first:end]
+        tokens, starts = padded_tokens(own, room)
+        valid = _padded([each.drawn for each in own], room) > 0
+        step = Sequences(
+            tokens=tokens,
+            starts=starts,
+            valid=valid,
+            weights=weight * valid / max(valid.sum(), 1),
+            advantages=np.ones(valid.shape),
+            sampled_logprobs=np.zeros(valid.shape),
+            scores={},
+            kl_coef=np.asarray(0.0),
+            entropy_bonus=np.asarray(0.0),
+        )
+        made.append(step if own else None)
     return made
 
 
@@ -368,7 +413,7 @@ def padded_tokens(episodes: Sequence[Episode], room: Room) -> tuple[np.ndarray, 
     return tokens, starts
 
 
-def _equal(rules: Rules, group: Sequence[Episode]) -> bool:
+def is_equal(rules: Rules, group: Sequence[Episode]) -> bool:
     """Whether all rewards of a group, or all returns of each turn, are equal in float32, or only one is left.
 
     With `zero_variance_metric`, whether all values of that part are.

@@ -7,8 +7,10 @@ import numpy as np
 from podium.certify.check_result import Check, largest
 from podium.certify.followed import Followed
 from podium.certify.naive_optimizer import gradient_norm, scheduled_rate
-from podium.certify.subject import Subject
-from podium.certify.training import Step, Training
+from podium.certify.naive_rules import OLD_LOGPROBS, Rules
+from podium.certify.naive_step import is_equal
+from podium.certify.subject import Subject, episodes_of
+from podium.certify.training import SHORT_STEP, Step, Training
 from podium.rollout.transcript import Transcript
 
 BAR = 1e-4
@@ -34,6 +36,7 @@ def reports_check(subject: Subject, training: Training, followed: Sequence[Follo
 def _expected(subject: Subject, training: Training, number: int, own: Followed) -> dict[str, float]:
     """The metrics of a step, by name."""
     found = _of_rewards(own.step) | _of_lengths(own.step) | _of_updates(training, number, own)
+    found |= _of_groups(subject.rules, own) | _of_tokens(subject, own)
     if subject.recipe.demonstrations:  # nothing is drawn
         return {name: value for name, value in found.items() if not name.startswith("rollout/")}
     if subject.converses:
@@ -62,15 +65,15 @@ def _of_rewards(step: Step) -> dict[str, float]:
 
 
 def _of_lengths(step: Step) -> dict[str, float]:
-    every = _all(step)
+    every, most = _all(step), ("mean", "max")
     drawn = [sum(len(span.tokens) for span in each.spans if span.source == "drawn") for each in every]
     logprobs = [x for each in every for span in each.spans if span.source == "drawn" for x in span.sampled_logprobs]
     ended = [each.finish_reason for each in every if each.finish_reason != "failed"]
     cut = [reason in ("length", "turns", "drawn", "calls", "timeout") for reason in ended]
     return {
-        **_with_statistics("train-seq_len/completion", drawn, ("mean", "max")),
-        **_with_statistics("train-seq_len/prompt", [len(g.transcripts[0].spans[0].tokens) for g in step.groups]),
-        **_with_statistics("train-seq_len/total", [sum(len(s.tokens) for s in each.spans) for each in every]),
+        **_with_statistics("train-seq_len/completion", drawn, most),
+        **_with_statistics("train-seq_len/prompt", [len(g.transcripts[0].spans[0].tokens) for g in step.groups], most),
+        **_with_statistics("train-seq_len/total", [sum(len(s.tokens) for s in each.spans) for each in every], most),
         "rollout/truncated_fraction": float(np.mean(cut)),
         "rollout/entropy": -float(np.mean(logprobs, dtype=np.float64)),
     }
@@ -93,9 +96,48 @@ def _of_updates(training: Training, number: int, own: Followed) -> dict[str, flo
         "optimizer/gradient_norm": float(np.mean([gradient_norm(_wide(each.gradient)) for each in seen])),
         "optimizer/update_norm": float(np.mean([gradient_norm(_wide(each)) for each in changes])),
     }
-    if not training.settings.learning:  # else a minibatch was taken away after they were counted
+    if number != SHORT_STEP:  # else a minibatch was taken away after they were counted
         found["train-other/total_valid_token_count"] = sum(tokens) / algorithm.updates_per_batch
     return found
+
+
+def _of_groups(rules: Rules, own: Followed) -> dict[str, float]:
+    """How many groups teach nothing, and the advantages of the others where each episode has one."""
+    groups = [episodes_of(group) for group in own.step.groups]
+    equal = sum(is_equal(rules, group) for group in groups)
+    dropped = 0 if rules.zero_variance == "keep" else equal
+    found = {"group/equal_rewards_fraction": equal / len(groups), "group/dropped": float(dropped)}
+    batch = next((each for each in own.batches if each is not None), None)
+    if batch is not None and rules.advantage != "values" and rules.credit == "episode" and rules.distilled is None:
+        each_has = batch.advantages[: (len(groups) - dropped) * len(groups[0]), 0]
+        found |= _with_statistics("train-reward/advantage", each_has.tolist(), ("mean", "std", "min", "max"))
+    return found
+
+
+def _of_tokens(subject: Subject, own: Followed) -> dict[str, float]:
+    """How far the policy is from the sampler, at first and over all updates, and which share of tokens is clipped."""
+    rules, means, tokens = subject.rules, dict[str, list[float]](), list[int]()
+    gaps: list[np.ndarray] = []
+    for seen, batch in zip(own.step.updates, own.batches, strict=True):
+        if batch is None:
+            continue
+        valid, weights = batch.valid, {**own.step.weights, **seen.before}
+        logprobs = subject.naive_scores(batch.tokens, batch.starts, weights).logprobs[valid]
+        sampled, advantages = batch.sampled_logprobs[valid], batch.advantages[valid]
+        tokens.append(len(logprobs))
+        gaps.append(np.abs(logprobs - sampled))
+        values = {"policy/kl_sampled": np.exp(logprobs - sampled) - 1 - (logprobs - sampled)}
+        if rules.loss == "clipped" and rules.dual_clip is None:
+            old = sampled if rules.old_logprobs == "sampler" else batch.scores[OLD_LOGPROBS][valid]
+            ratio = np.exp(logprobs - old)
+            values["policy/clip_fraction/low"] = (ratio < 1 - rules.clip_low) & (advantages < 0)
+            values["policy/clip_fraction/high"] = (ratio > 1 + rules.clip_high) & (advantages > 0)
+        for name, each in values.items():
+            means.setdefault(name, []).append(float(np.mean(each)))
+    if not tokens or subject.recipe.demonstrations:
+        return {}
+    first = {"policy/logprob_gap/mean": float(gaps[0].mean()), "policy/logprob_gap/max": float(gaps[0].max())}
+    return first | {name: float(np.average(each, weights=tokens)) for name, each in means.items()}
 
 
 def _of_conversations(step: Step) -> dict[str, float]:
@@ -120,6 +162,7 @@ def _of_ages(step: Step, number: int) -> dict[str, float]:
     return {
         **_with_statistics("async/staleness", [number - min(map(min, own)) for own in kept], ("mean", "max")),
         **_with_statistics("async/token_age", ages),
+        "async/in_flight": float(len(step.position.pending)),
         "async/crossed_share": float(np.mean([each[0] != each[-1] for own in kept for each in own])),
     }
 

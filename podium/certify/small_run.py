@@ -48,6 +48,7 @@ from podium.config.schema import (
     EnvironmentsConfig,
     GradingConfig,
     LimitsConfig,
+    LossPartConfig,
     RolloutConfig,
     TaskConfig,
 )
@@ -351,6 +352,7 @@ def with_other_options(subject: Subject) -> Subject:
         mask_truncated=True,
         minibatches=PROMPTS,
         updates_per_batch=2,
+        loss_parts=[LossPartConfig(recipe="sft", weight=0.7, prompts_per_step=PROMPTS)],
     )
     rows = {"packing": "none", "rows_per_device": 1, "tokens_per_device": None}
     train = subject.config.train.model_copy(update=rows)

@@ -23,7 +23,7 @@ from podium.certify.naive import (
     wide,
 )
 from podium.certify.naive_rules import ENTROPY, OLD_LOGPROBS, Rules
-from podium.certify.naive_step import Episode, Room, Scored, optimizer_steps
+from podium.certify.naive_step import Episode, Room, Scored, minibatch_steps
 from podium.certify.numbers_task import LONGEST_PROMPT, LetterBackend
 from podium.certify.tiny import Arrays, with_long_window
 from podium.config.schema import Config
@@ -240,6 +240,7 @@ class Subject:
         """The groups as input of the naive objective: one optimizer step on all of them."""
         whole = dataclasses.replace(self.rules, minibatches=1, zero_variance="keep")
         (sequences,) = self.naive_steps(self.groups, whole, self.weights)
+        assert sequences is not None, "the groups have tokens to train on"
         return sequences
 
     def naive_steps(
@@ -248,8 +249,10 @@ class Subject:
         rules: Rules,
         weights: Arrays,
         others: Mapping[str, Arrays] = MappingProxyType({}),
-    ) -> list[Sequences[np.ndarray]]:
+    ) -> list[Sequences[np.ndarray] | None]:
         """The naive implementation's optimizer steps for one pass over `groups`, starting from the policy's `weights`.
+
+        A minibatch without a token to train on has None.
 
         `others` replaces weights of the models beside the policy, by the name of their role.
         """
@@ -261,7 +264,7 @@ class Subject:
             assert model.role.scores is not None, "the model scores batches"
             models[model.role.scores] = self._scored_by(model._replace(weights=others.get(name, model.weights)))
         episodes = [episodes_of(group) for group in groups]
-        return optimizer_steps(rules, episodes, self.room, models, max_new_tokens=self.longest)
+        return minibatch_steps(rules, episodes, self.room, models, max_new_tokens=self.longest)
 
     def _scored_by(self, model: NaiveModel) -> Scored:
         """The function by which a model scores tokens: values, log-probabilities, or those of the whole vocabulary."""

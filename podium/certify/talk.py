@@ -7,11 +7,13 @@ import numpy as np
 
 from podium.algorithms.recipes import Recipe
 from podium.certify.naive_draws import environment_seed
+from podium.certify.naive_step import Episode
 from podium.certify.numbers_task import (
     MOST_CALLS,
     TURNS,
     LetterBackend,
     as_read,
+    asked_tokens,
     calls_in,
     fails,
     final_pay,
@@ -172,6 +174,22 @@ def demonstrated(recipe: Recipe, prompt: Prompt) -> list[tuple[str, float]]:
     if recipe.data_form == "label":
         return [(prompt.metadata["completion"], 1.0 if prompt.metadata["label"] else -1.0)]
     return [(prompt.answer, 1.0)]
+
+
+def demonstration(prompt: Prompt, *, tools: bool) -> Episode:
+    """A prompt with the answer that the data has for it."""
+    answer = (*map(int, prompt.answer.split()), 0)
+    nothing = (0.0,) * len(answer)
+    return Episode(
+        prompt=asked_tokens(prompt.question, tools=tools),
+        tokens=answer,
+        drawn=(True,) * len(answer),
+        logprobs=nothing,
+        drawn_logprobs=nothing,
+        turns=(0,) * len(answer),
+        truncated=False,
+        reward=1.0,
+    )
 
 
 def parts_of(training: Training, correct: float, tokens: int) -> dict[str, float]:

@@ -33,6 +33,7 @@ from podium.run.run_spec import AnswerSettings, Role, RunSpec
 from podium.sampling.conversations.carry import Position
 from podium.sampling.feed import EncodedPrompt
 from podium.sampling.groups import Group
+from podium.sampling.partial_rollouts import PartialRollouts
 from podium.sampling.sampler import Sampler
 from podium.sharding import Params
 from podium.tasks.mixture import TaskMixture, TaskPrompt
@@ -54,7 +55,7 @@ from podium.train.surroundings import Surroundings
 from podium.train.trainer import Trainer
 
 SHORT_STEP = 2
-"""Index of the step whose last minibatch is taken away, as if it were masked, in a run that trains other models too."""
+"""Index of the step whose last minibatch is taken away, as if it were masked, unless it is the only one."""
 
 
 class OptimizerStep(NamedTuple):
@@ -156,6 +157,7 @@ def watch_training(subject: Subject, *, evaluated: bool = True) -> Training:
     optimizers = {name: keeping_gradient(optimizer) for name, optimizer in make_optimizers(spec).items()}
     origin, rollouts = Origin(spec, _SubjectWeights(subject, mesh), optimizers), subject.rollouts
     state, frozen = origin.first(), origin.weights.frozen
+    rollouts.partial = PartialRollouts(rollouts.feed, spec.rollout)
     go_on_sampling(rollouts, {"cursor": 0, "versions": {}}, state.params, frozen, done=0)
     ledgers = Ledgers()
     with tempfile.TemporaryDirectory(prefix="podium-certify-") as folder, contextlib.ExitStack() as stack:
@@ -300,7 +302,7 @@ def _watched(trainer: Trainer, rollouts: Sampler, shares: list[Share]) -> Iterat
         state: TrainState, groups: Sequence[Group], demonstrations: Sequence[Group] = ()
     ) -> tuple[list[Batch[jax.Array]], BatchStats]:
         batches, stats = prepare(state, groups, demonstrations)
-        batches = batches[: len(batches) - (bool(trainer.learners) and len(steps) == SHORT_STEP)]
+        batches = batches[: len(batches) - (len(steps) == SHORT_STEP and trainer.recipe.minibatches > 1)]
         step = Step(
             weights=_copied({**state.params, **trainer.frozen}),
             groups=groups,

@@ -314,6 +314,14 @@ def naive_update(
         )
 
 
+def added(one: NaiveUpdate, other: NaiveUpdate) -> NaiveUpdate:
+    """An update whose loss is the sum of both; its statistics are those of the first."""
+    gradient = {name: x + other.gradient[name] for name, x in one.gradient.items()}
+    norms = {name: x + other.sizes.gradient[name] for name, x in one.sizes.gradient.items()}
+    sizes = Sizes(one.sizes.loss + other.sizes.loss, norms)
+    return one._replace(loss=one.loss + other.loss, gradient=gradient, sizes=sizes)
+
+
 def moved(positions: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """The difference of made-up values before a step from the model's own, by position and target token."""
     return np.sin(1.3 * positions + 0.7 * targets)

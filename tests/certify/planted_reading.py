@@ -7,10 +7,13 @@ from planted_runs import Plant
 
 from podium.models import decoder
 from podium.models.files import gguf, names, peft
+from podium.observe import stats
 from podium.run import resolve
-from podium.sampling import groups
+from podium.sampling import demonstrations, groups
 from podium.tasks import known_sets, mixture, preferences, question_files
+from podium.tasks.code import code_blocks
 from podium.train import learner
+from podium.train.batches import prepare
 from podium.train.checkpoints import step_files
 
 # Rows of data.
@@ -97,6 +100,77 @@ def failures_called_wrong_answers() -> Plant:
         return None if all(each.failed for each in group.rewards) else min(1.0, max(0.0, sum(found) / len(found)))
 
     return groups.Group, "correct", property(planted)
+
+
+def own_system_prompts_ignored() -> Plant:
+    """A task's `system_prompt` in the config has no effect."""
+    original = mixture.LevelPrompts.__init__
+
+    def planted(own, levels, labels, selection):
+        original(own, levels, labels, selection)
+        own._system_prompts = [task.system_prompt for task in own._tasks]
+
+    return mixture.LevelPrompts, "__init__", planted
+
+
+# Demonstrations that are mixed in.
+
+
+def demonstrations_of_three_times_their_weight() -> Plant:
+    """The loss of demonstrations has three times its weight."""
+    original = prepare._demonstrated
+
+    def planted(groups, recipe, sizes):
+        found = original(groups, recipe, sizes)
+        return [
+            dataclasses.replace(each, likelihoods=3 * each.likelihoods)
+            for each in found
+            if each.likelihoods is not None
+        ]
+
+    return prepare, "_demonstrated", planted
+
+
+def the_first_demonstrations_again_and_again() -> Plant:
+    original = demonstrations.Demonstrations.next
+
+    def planted(own, prompts):
+        if own.per_step:
+            own.feed.tasks.cursor = 0
+        return original(own, prompts)
+
+    return demonstrations.Demonstrations, "next", planted
+
+
+# Numbers that are reported.
+
+
+def gap_of_the_last_update() -> Plant:
+    original = stats.UpdateStats.then
+
+    def planted(own, later):
+        return dataclasses.replace(original(own, later), logprob_gap=later.logprob_gap)
+
+    return stats.UpdateStats, "then", planted
+
+
+def dropped_groups_halved() -> Plant:
+    """Half of the groups that are left out are reported."""
+    original = prepare._batch_stats
+
+    def planted(*given):
+        found = original(*given)
+        return dataclasses.replace(found, dropped_groups=found.dropped_groups // 2)
+
+    return prepare, "_batch_stats", planted
+
+
+# Code.
+
+
+def first_block_of_code_graded() -> Plant:
+    original = code_blocks._blocks
+    return code_blocks, "_blocks", lambda answer: list(original(answer))[:1]
 
 
 # Settings and shapes of updates.
