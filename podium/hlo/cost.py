@@ -202,12 +202,13 @@ def _weight(branch: tuple[Work, ...]) -> float:
 def _work(context: _Context, each: Instruction, computation: Computation, times: float) -> Work | None:
     """The work of an instruction outside a fusion; None if it is free."""
     inside = list(fused(context.module, each, computation))
-    float32 = sum(products(part, where) for part, where in inside if _is_float32(part, where))
+    made = [(part, where, number) for part, where in inside if (number := products(part, where))]
+    float32 = sum(number for part, where, number in made if _is_float32(part, where))
     work = Work(
         name=each.name,
-        source=next((part.source for part, where in inside if products(part, where)), each.source),
+        source=made[0][0].source if made else each.source,
         times=times,
-        flops=sum(products(part, where) for part, where in inside) - float32,
+        flops=sum(number for *_, number in made) - float32,
         flops_f32=float32,
         hbm_bytes=hbm_traffic(each, computation, context.module),
         transfers=tuple(_transfers(context, inside)),
@@ -223,8 +224,7 @@ def _work(context: _Context, each: Instruction, computation: Computation, times:
 
 
 def _is_float32(product: Instruction, computation: Computation) -> bool:
-    operands = [computation.instructions[name] for name in product.operands]
-    return product.opcode in ("dot", "convolution") and all(each.shapes[0].dtype == "f32" for each in operands)
+    return all(computation.instructions[name].shapes[0].dtype == "f32" for name in product.operands)
 
 
 def _transfers(context: _Context, inside: list[tuple[Instruction, Computation]]) -> Iterator[Transfer]:

@@ -27,13 +27,13 @@ ACCESSED = re.compile(r'"bytes_accessed":\s*"?(\d+)')
 
 
 def products(instruction: Instruction, computation: Computation) -> int:
-    """Twice the multiply-adds of a dot, a convolution or cuDNN's attention; 0 for anything else.
+    """Twice the multiply-adds of a dot, a convolution, cuBLAS's product or cuDNN's attention; 0 for anything else.
 
     TPU programs express matrix products as convolutions whose spatial dimension is the batch or the heads, padded,
     dilated or strided so that each output combines only its own inputs; holes and padding are not counted.
     """
     if instruction.opcode == "custom-call":
-        return _attention_products(instruction, computation)
+        return _attention_products(instruction, computation) or _library_products(instruction, computation)
     if instruction.opcode not in ("dot", "convolution"):
         return 0
     lhs, rhs = (computation.instructions[name].shapes[0].dims for name in instruction.operands)
@@ -66,6 +66,19 @@ def _attention_products(call: Instruction, computation: Computation) -> int:
     return 2 * (5 if found[1] else 2) * pairs * head_size
 
 
+def _library_products(call: Instruction, computation: Computation) -> int:
+    """Twice the multiply-adds of a product by cuBLAS, which XLA takes for float32 and on GPUs before Ampere."""
+    contracted = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', call.attributes)
+    if contracted is None or not _by_cublas(call):
+        return 0
+    lhs = computation.instructions[call.operands[0]].shapes[0].dims
+    return 2 * math.prod(call.shapes[0].dims) * math.prod(lhs[int(dim)] for dim in re.findall(r"\d+", contracted[1]))
+
+
+def _by_cublas(call: Instruction) -> bool:
+    return call.attribute("custom_call_target").startswith('"__cublas')
+
+
 def hbm_traffic(instruction: Instruction, computation: Computation, module: Module) -> int:
     """Bytes that an instruction reads from and writes to main memory.
 
@@ -95,7 +108,7 @@ def hbm_traffic(instruction: Instruction, computation: Computation, module: Modu
     if declared:  # it changes a part of an array in place
         return int(declared[1])
     results = instruction.shapes
-    if instruction.attribute("custom_call_target").startswith('"__cublas'):
+    if _by_cublas(instruction):
         results = results[:1]  # the second result is a workspace of 32 MiB, which a product hardly uses
     parts = READS_ONE_OF.search(instruction.attributes) if opcode == "custom-call" else None
     return _read_whole(operands, int(parts[1]) if parts else 1) + sum(map(_in_hbm, results))

@@ -407,6 +407,23 @@ def test_the_workspace_of_a_product_by_cublas_is_not_traffic():
     assert cost.hbm_bytes == 2 * (64 * 2048 + 2048 * 512 + 64 * 512)
 
 
+@pytest.mark.parametrize(("dtype", "float32"), [("f32", True), ("bf16", False)])
+def test_products_by_cublas_are_counted_by_their_number_format(dtype, float32):
+    """3 products of [192, 128] and [64, 128], transposed."""
+    (work,) = walk(
+        module_of(f"""  %x = {dtype}[3,192,128]{{2,1,0}} parameter(0)
+  %w = {dtype}[3,64,128]{{2,1,0}} parameter(1)
+  ROOT %c = ({dtype}[3,192,64]{{2,1,0}}, s8[4194304]{{0}}) custom-call(%x, %w), \
+custom_call_target="__cublas$lt$matmul", backend_config={{"gemm_backend_config":{{"dot_dimension_numbers":\
+{{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["2"],"lhs_batch_dimensions":["0"],\
+"rhs_batch_dimensions":["0"]}}}}}}
+"""),
+        FSDP,
+    ).works
+    made = 2 * 3 * 192 * 64 * 128
+    assert (work.flops_f32, work.flops) == ((made, 0) if float32 else (0, made))
+
+
 def test_a_kernel_that_reads_the_cache_declares_the_work_on_a_block_of_it():
     module = module_of(
         r"""  %q = bf16[16,4,512,128]{3,2,1,0} parameter(0)
