@@ -27,7 +27,7 @@ from podium.observe.records import LengthsRecord, MetricsRecord, read_metrics
 from podium.observe.run_dir import CONFIG, LENGTHS, METRICS, read_config, read_machine
 from podium.plan.calibration import Chip, Constant, Factor, UserFile, find_chip, uncalibrated
 from podium.plan.planner import make_plan
-from podium.plan.report.deviation import COMPILED, SETTLED_STEP
+from podium.plan.report.deviation import COMPILED, settled_step
 from podium.plan.report.deviation_causes import MEASURED, PEAK, STEP
 from podium.plan.request.phase_sizes import Planned
 from podium.plan.result import Plan, calibration_kind
@@ -68,11 +68,13 @@ def read_sample(folder: Path) -> Sample:
     config, machine = read_config(folder), read_machine(folder)
     if machine is None:
         raise UsageError(f"{folder} does not say which machine it ran on; give a run that podium train has begun")
-    lines = [line for line in read_metrics(folder / METRICS) if STEP in line][SETTLED_STEP - 1 :]
+    known = MACHINE_TEXT.fullmatch(machine)
+    first = settled_step(known[2] if known else "")
+    lines = [line for line in read_metrics(folder / METRICS) if STEP in line][first - 1 :]
     settled = sorted((line for line in lines if not line.get(COMPILED)), key=lambda line: line[STEP])
     if not settled:
         raise UsageError(
-            f"{folder} has no step from the {SETTLED_STEP}rd on in which nothing was compiled; train it a little longer"
+            f"{folder} has no step from step {first} on in which nothing was compiled; train it a little longer"
         )
     middle = settled[len(settled) // 2]
     records = cast(list[LengthsRecord], read_lines(folder / LENGTHS))

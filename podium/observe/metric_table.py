@@ -335,7 +335,7 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("memory/train/host_peak_max_gib", "GiB", "Largest peak of the resident memory of a trainer's process since it began, over all hosts.", lambda s: s.host_memory and s.host_memory[1] / GIB),
     ),
     "Plan": (
-        Metric("plan/memory_error", "fraction", "Memory planned for the phase that needs most / measured peak - 1, after the third step of a process, or a later one that compiled nothing; on TPU and GPU."),
+        Metric("plan/memory_error", "fraction", "Memory planned for the phase that needs most / measured peak - 1, after the ninth step of a process, or a later one that compiled nothing; on TPU and GPU."),
         Metric("plan/step_error", "fraction", "Seconds planned for a step / `time/train/step_s` of that step - 1; on TPU and GPU. Beyond 25 % the run prints the likeliest cause."),
         Metric("plan/<part>_error", "fraction", "Like `plan/step_s_error`, for a part of the step: `sync`, `rollout`, `reward`, `score`, `update`."),
     ),

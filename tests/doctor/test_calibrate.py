@@ -25,7 +25,7 @@ from tests.plan.test_search import config as config_3b
 V6E_8 = find_accelerator("v6e-8")
 TRUE = {"update": 0.5, "prefill": 0.3, "decode": 0.4, "host_s": 0.002}
 """What the machine of the made runs reaches."""
-LENGTHS = {"step": 3, "prompt_lengths": [100, 120, 140, 90] * 4, "completion_lengths": [150, 200, 250, 300] * 32}
+LENGTHS = {"step": 9, "prompt_lengths": [100, 120, 140, 90] * 4, "completion_lengths": [150, 200, 250, 300] * 32}
 RUNS: Mapping[str, Mapping[str, Any]] = {
     "first": {},
     "slots": {"rollout": {"slots": 64}},
@@ -49,7 +49,7 @@ def config(**changed: Any) -> Config:
 
 
 def write_run(folder: Path, settings: Config, machine: str = "8 x TPU v6 lite", **changed_metrics: float) -> None:
-    """A run whose third step took what the true machine takes."""
+    """A run whose ninth step took what the true machine takes."""
     folder.mkdir()
     (folder / "config.yaml").write_text(to_yaml(settings.document(), {}))
     (folder / "machine.json").write_text(json.dumps({"text": machine}))
@@ -67,7 +67,8 @@ def write_run(folder: Path, settings: Config, machine: str = "8 x TPU v6 lite", 
         "memory/train/peak_bytes_in_use_max_gib": 1.05 * plan.worst.bytes / 2**30,
         **changed_metrics,
     }
-    lines = [{"step": step, "time/train/step_s": 60.0} for step in (1, 2)] + [{"step": 3, **metrics}]
+    early = {"time/train/step_s": 60.0, "rollout/compilations": 1.0}
+    lines = [{"step": step, **early} for step in range(1, 9)] + [{"step": 9, **metrics}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -141,7 +142,7 @@ def test_what_cannot_be_calibrated_is_said(runs, tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "cpu", config(), "1 x cpu (Another, 64 cores)")
     assert f"ran on 1 x cpu (Another, 64 cores), and this is {machine_text()}" in error(tmp_path / "cpu")
     write_run(tmp_path / "compiling", config(), **{"rollout/compilations": 1.0})
-    assert "has no step from the 3rd on in which nothing was compiled" in error(tmp_path / "compiling")
+    assert "has no step from step 9 on in which nothing was compiled" in error(tmp_path / "compiling")
     (runs[1] / "machine.json").unlink()
     assert "does not say which machine it ran on" in error(runs[1])
 

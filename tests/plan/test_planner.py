@@ -1,3 +1,4 @@
+import dataclasses
 import importlib.util
 import re
 import subprocess
@@ -23,10 +24,12 @@ from podium.plan.planned_device import Device
 from podium.plan.planner import ROLLOUT, make_jobs, make_plan
 from podium.plan.report.formatting import step_parts
 from podium.plan.request.phase_sizes import Planned, network_bytes
-from podium.plan.request.step_calls import step_calls
+from podium.plan.request.planned_rows import ShapeShare
+from podium.plan.request.step_calls import shaped, step_calls, unshaped, update_calls
 from podium.plan.request.workload import Workload
 from podium.plan.result import Plan, Seconds, judge, total
 from podium.plan.traced.resident_memory import residents
+from podium.run.run_spec import RowShape
 from podium.settings import load_settings
 from podium.sharding import ShardingRules, init_params, make_mesh
 from podium.train.batches.batch import make_batch
@@ -237,6 +240,41 @@ def test_calls_and_rounds_of_a_step_are_the_engines_and_the_updaters():
     form = calls["update"].closed_form
     assert form is not None
     assert calls["update"].closed_form_flops == 18 * form.flops
+
+
+def test_every_shape_of_micro_batches_has_programs_of_its_own():
+    """Of 8 micro-batches, 6 have the config's own shape in one of two batches, 2 another; no step takes the third."""
+    config = tiny_config(algorithm={"minibatches": 2, "updates_per_batch": 3, "old_logprobs": "trainer"})
+    run = Planned.of(config, CPU, DECODER).sizes
+    own, other, third = run.spec.batch.shape, RowShape(8, 32), RowShape(8, 16)
+    shares = (ShapeShare(own, 0.5, 0.75, 0.9), ShapeShare(other, 0.5, 0.25, 0.8), ShapeShare(third, 0.0, 0.0))
+    calls = {call.program: call for call in update_calls(dataclasses.replace(run, shapes=shares), 8)}
+    assert {name: (call.phase, call.calls, call.rounds, call.attended) for name, call in calls.items()} == {
+        "score": ("score", 2, 6, 0.9),
+        "score:8x32": ("score", 2, 2, 0.8),
+        "score:8x16": ("score", 0, 1, 1.0),
+        "update": ("update", 3, 6, 0.9),
+        "update:8x32": ("update", 3, 2, 0.8),
+        "update:8x16": ("update", 0, 1, 1.0),
+    }
+    assert [unshaped(name) for name in ("update:8x16", "update", "decode:16", "reward:a b")] == [
+        ("update", third),
+        ("update", None),
+        ("decode:16", None),
+        ("reward:a b", None),
+    ]
+    sizes = [call.closed_form.parts["batch"] for call in calls.values() if call.phase == "update" and call.closed_form]
+    assert max(sizes) == sizes[0]
+
+
+@compiles
+def test_the_program_of_another_shape_is_compiled_and_needs_less_than_that_of_the_configs_own(cache):
+    planned = Planned.of(tiny_config(train={"rows_per_device": 4}), CPU, DECODER)
+    rows, row_tokens = planned.sizes.spec.batch.shape
+    names = ["update", *(shaped("update", RowShape(*shape)) for shape in ((8, row_tokens), (rows, 16)))]
+    own, *others = compile_phases(make_jobs(planned, dict.fromkeys(names, 1.0))).values()
+    assert all(0 < each.device_bytes < own.device_bytes for each in others)
+    assert others[0].cost(4).flops == pytest.approx(own.cost(1).flops, rel=0.05)  # 4 micro-batches of a row a device
 
 
 def chip(**calibration: tuple[float, float, float]) -> Chip:

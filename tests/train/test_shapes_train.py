@@ -3,10 +3,13 @@
 import dataclasses
 import json
 import shutil
+import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -181,3 +184,42 @@ def test_nothing_is_chosen_from_a_step_that_trains_on_nothing():
     assert shapes.sizes is own
     assert shapes.begin(6) == kept[0].shapes
     assert shapes.begin(7) == ()
+
+
+def compilations(run_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Counter[int]:
+    """Programs that the thread of a run's steps compiles, by step."""
+    found, now = Counter[int](), [1]
+    begin = RunShapes.begin
+
+    def begun(self: RunShapes, done: int) -> tuple[RowShape, ...]:
+        now[0] = done + 1
+        return begin(self, done)
+
+    def hear(event: str, duration_secs: float, **about: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration" and threading.current_thread() is own:
+            found[now[0]] += 1
+
+    own = threading.current_thread()
+    jax.clear_caches()
+    with monkeypatch.context() as patched:
+        patched.setattr(RunShapes, "begin", begun)
+        jax.monitoring.register_event_duration_secs_listener(hear)
+        try:
+            run_of(**merged(LATE, {"steps": 12, **changes}))
+        finally:
+            jax.monitoring.unregister_event_duration_listener(hear)
+    return found
+
+
+@pytest.mark.long
+def test_a_run_compiles_three_programs_more_at_most_and_waits_for_none_after_its_tenth_step(run_of, monkeypatch):
+    """On a CPU each program is compiled when a step first needs it; beside rollouts, before its first use."""
+    with monkeypatch.context() as patched:
+        patched.setattr(RunShapes, "chooses", False)
+        own = compilations(run_of, patched)
+    chosen = compilations(run_of, monkeypatch)
+    assert 0 < chosen.total() <= own.total() + 3
+    monkeypatch.setattr("podium.sampling.sampler.threads_for", lambda platform: 2)
+    beside = compilations(run_of, monkeypatch)
+    assert not {step for step in beside if step > 10}
+    assert beside.total() <= own.total()

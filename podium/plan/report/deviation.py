@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from podium.accelerators import GIB, Accelerator, recognise
+from podium.accelerators import GIB, Accelerator, find_accelerator, recognise
 from podium.files import to_json, write_atomically
 from podium.observe.records import MetricsRecord, read_metrics
 from podium.observe.run_dir import METRICS
@@ -23,12 +23,19 @@ from podium.plan.result import Plan, Seconds
 from podium.plan.search.study import Case, Outcome
 from podium.plan.traced.estimate import far_too_large, offer
 from podium.run.run_spec import RunSpec
+from podium.train.batches.shapes import LATER
 
 PLAN = "plan.json"
-SETTLED_STEP = 3  # first step to compare; earlier ones compile most programs
 COMPILED = "rollout/compilations"
 STEP_ERROR, MEMORY_ERROR = "plan/step_error", "plan/memory_error"
 PART_ERROR = "plan/<part>_error"
+
+
+def settled_step(platform: str) -> int:
+    """The first step to compare with a plan: earlier ones compile most programs, and on an accelerator their
+    micro-batches have the config's own shape.
+    """
+    return 3 if platform == "cpu" else LATER + 1
 
 
 def this_accelerator() -> Accelerator | None:
@@ -69,7 +76,7 @@ class RunCheck:
         """Prepare a check; with `force`, `begin` accepts a run that is far too large for the machine."""
         self.force = force
         self._plan: Plan | None = None
-        self._steps, self._compared = 0, False
+        self._steps, self._settled, self._compared = 0, 0, False
 
     def begin(self, spec: RunSpec, folder: Path | None) -> str | None:
         """Plan the run, or refuse one that cannot fit. Returns a line to print; None if no plan can be made.
@@ -83,7 +90,7 @@ class RunCheck:
         """
         if (accelerator := this_accelerator()) is None:
             return None
-        run = sizes_on(spec, accelerator)
+        run, self._settled = sizes_on(spec, accelerator), settled_step(accelerator.platform)
         if not self.force and (reason := far_too_large(run)):
             raise ValueError(reason)
         self._plan = plan_run(run)
@@ -97,10 +104,10 @@ class RunCheck:
     def after_step(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], str | None]:
         """The plan's errors as metrics and a line to print, once; ({}, None) after all other steps.
 
-        This is after the first of this process's steps, from the third on, in whose rollout no program was compiled.
+        This is after the first of this process's settled steps in whose rollout no program was compiled.
         """
         self._steps += 1
-        if self._compared or self._plan is None or self._steps < SETTLED_STEP or metrics.get(COMPILED):
+        if self._compared or self._plan is None or self._steps < self._settled or metrics.get(COMPILED):
             return {}, None
         self._compared = True
         return compare_with_measured(self._plan, metrics)
@@ -125,7 +132,7 @@ def check_run(folder: Path) -> list[CheckRow]:
     """Planned and measured figures of a run that `podium train` recorded on TPU or GPU.
 
     Raises:
-        ValueError: the folder has no plan, or fewer than three steps.
+        ValueError: the folder has no plan, or too few steps.
     """
     path = folder / PLAN
     if not path.is_file():
@@ -134,12 +141,16 @@ def check_run(folder: Path) -> list[CheckRow]:
         plan = json.loads(path.read_text(encoding="utf-8"))
         worst = max(plan["phases"], key=lambda phase: phase["gib"])
         planned = {name: Seconds(**time) for name, time in plan["step_parts"].items()}
+        first = settled_step(find_accelerator(plan["tpu"]).platform)
         step, tokens = Seconds(**plan["step_seconds"]), float(plan["rollout"]["completion_tokens"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--check {folder}: {path} is not a plan of podium train ({error!r}); delete it") from None
-    steps = [line for line in read_metrics(folder / METRICS) if STEP in line][SETTLED_STEP - 1 :]
+    steps = [line for line in read_metrics(folder / METRICS) if STEP in line][first - 1 :]
     if not steps:
-        raise ValueError(f"--check {folder}: at least {SETTLED_STEP} steps are needed, because the first ones compile")
+        raise ValueError(
+            f"--check {folder}: at least {first} steps are needed, because the first ones compile, and have other"
+            " micro-batches"
+        )
     memory = [value for line in steps if (value := line.get(PEAK))]
     return [
         CheckRow(f"memory, {worst['name']}", "GiB", _exactly(worst["gib"]), max(memory, default=None)),

@@ -16,11 +16,9 @@ from podium.files import to_json, write_atomically
 from podium.hosts.distributed import from_leader
 from podium.run.run_spec import BatchSizes, RowShape
 from podium.train.batches.balance import Lengths
-from podium.train.batches.shapes import choose_shapes, with_shapes
+from podium.train.batches.shapes import LATER, choose_shapes, with_shapes
 
 SHAPES = "shapes.json"
-LATER = 8
-"""Steps between the choice of shapes and their first use, if their programs are compiled beside rollouts."""
 
 
 class KeptShapes(NamedTuple):

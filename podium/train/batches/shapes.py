@@ -25,6 +25,8 @@ LENGTHS = 16
 """Row lengths that are tried, up to the config's own."""
 DRAWS = 64
 """Optimizer steps that are drawn from a step's groups to judge shapes by."""
+LATER = 8
+"""Steps between the choice of shapes and their first use, if their programs are compiled beside rollouts."""
 LEAST_GAIN = 0.01
 """Share of the time that a further shape must save."""
 
