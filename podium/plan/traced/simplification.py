@@ -54,7 +54,7 @@ def simplify(body: Body) -> None:
 def _is_view(operation: Operation) -> bool:
     """Whether an operation's result is the very bytes of what it reads."""
     if operation.kind is Kind.TRANSFER:
-        return not operation.sent
+        return not operation.sent.bytes
     if operation.kind is not Kind.VIEW and operation.name not in ("broadcast_in_dim", "slice", "pad", "convert"):
         return False
     read, write = operation.reads[0], operation.writes[0]
@@ -115,7 +115,7 @@ def _merge_scatters(body: Body) -> None:
         summed = each.reads[0].maker if each.name == "all_slice" else None
         if summed is not None and summed.name == "all_reduce" and users[each.reads[0]] == [each]:
             each.name, each.kind, each.reads = "reduce_scatter", Kind.TRANSFER, summed.reads
-            each.sent = float(each.reads[0].bytes - each.writes[0].bytes)
+            each.sent = summed.sent._replace(bytes=float(each.reads[0].bytes - each.writes[0].bytes))
 
 
 def readers(body: Body) -> dict[Array, list[Operation]]:
