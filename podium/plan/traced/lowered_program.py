@@ -6,6 +6,7 @@ change it. Functions are inlined; a loop's body is kept with the number of its r
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,11 @@ _AXES = re.compile(r'"(\w+)"(?::\(\d+\)(\d+))?')
 _PAIRS = re.compile(r"output_tuple_indices = \[(\d*)\],\s*operand_index = (\d+)")
 
 
+@functools.cache
+def _bits(dtype: str) -> int:
+    return BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
+
+
 @dataclasses.dataclass(eq=False)
 class Array:
     """An array as one device holds it."""
@@ -68,7 +74,7 @@ class Array:
     @property
     def bits(self) -> int:
         """Bits of an element."""
-        return BITS.get(self.dtype) or int(re.sub(r"\D", "", self.dtype))
+        return _bits(self.dtype)
 
     @property
     def bytes(self) -> int:
