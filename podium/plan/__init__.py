@@ -18,7 +18,8 @@ def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = Fal
         config: a YAML file, or a model: a hub id, a folder or a .gguf file, with the default settings.
         on: the machine, as `v6e-8` or `h100-8`.
         settings: `key=value`, as after `--set`.
-        fast: use the closed form, which takes seconds; otherwise compile every program, which takes minutes once.
+        fast: trace the programs and compile only those that decide, which takes seconds; otherwise compile every
+            program, which takes minutes once.
         lengths: source of prompt and completion lengths: `gsm8k`, `fixed:N` or the folder of a run.
 
     Raises:
@@ -38,4 +39,4 @@ def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = Fal
     found = subject.load(base=subject.defaults(machine, lengths))
     run = Planned.of(found.config, machine, recipe=found.recipe)
     check_divisible(run.sizes.spec)
-    return make_plan(run, fast=fast, lengths=lengths)
+    return make_plan(run, traced=fast, lengths=lengths)

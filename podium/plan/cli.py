@@ -35,7 +35,8 @@ Fast = Annotated[
     bool | None,
     typer.Option(
         "--fast/--compile",
-        help="Use the closed form (seconds) or compile (minutes). Unset: compile; estimate a model without a config.",
+        help="Trace the programs and compile those that decide (seconds), or compile all (minutes). Unset: compile;"
+        " estimate a model without a config.",
     ),
 ]
 Lengths = Annotated[
@@ -111,6 +112,7 @@ def plan(
         on=on,
         search=Search(largest=search, compare=compare, fit=fit, write=write, suggest=suggest),
         fast=subject.model is not None if fast is None else fast,
+        form=subject.model is not None and fast is None,
         lengths=lengths,
         steps=steps,
         prices=prices,

@@ -72,6 +72,9 @@ class PlanRequest:
     """Machine names separated by commas, or auto."""
     search: Search = Search()
     fast: bool = False
+    """Whether to trace programs, and to compile only those that decide."""
+    form: bool = False
+    """With `fast`: whether the closed form is enough, as for the first answer about a model without a config."""
     lengths: str | None = None
     """None: GSM8K's are assumed."""
     steps: int | None = None
@@ -105,6 +108,7 @@ def plan_command(request: PlanRequest) -> int:
         request.subject,
         lengths=request.lengths or "gsm8k",
         fast=request.fast,
+        form=request.form,
         steps=request.steps,
         prices=load_prices(request.prices),
     )
@@ -200,7 +204,7 @@ def _first_lines(study: Study, outcome: Outcome) -> list[ReportSection]:
     machine = outcome.case.machine
     plan = outcome.plan
     lines: list[Line] = []
-    if not plan.estimate_only and (warning := parted(plan, study.plan(outcome.case, fast=True))):
+    if not study.fast and (warning := parted(plan, study.plan(outcome.case, fast=True))):
         lines.append(Line(text=warning))
     if defaults := study.defaults(machine):
         chosen = " ".join(f"{key}={dump_value(value)}" for key, value, _ in defaults[1:])

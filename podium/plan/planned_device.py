@@ -16,6 +16,7 @@ from podium.plan.request.workload import SequenceLengths
 from podium.plan.result import BoundBy, LargeArray, Phase, Seconds, calibration_kind, total
 from podium.plan.traced.estimate import PhaseEstimate, Piece
 from podium.plan.traced.over_floor import beyond_floor
+from podium.plan.traced.trust import trust
 
 OF_LOOPS = (0.8, 1.3)
 """Factors that widen the range of an update's closed form, below and above, if attention or a recurrence is computed in
@@ -58,12 +59,13 @@ class Device:
             calls[0].phase,
             lambda chip, links: [(call.calls, roofline(cost, chip.peaks, links=links)) for call, cost in costs],
         )
-        # A CPU's caches hold arrays that count as memory traffic here, so no floor is given for it.
-        chip = None if self.accelerator.platform == "cpu" else self.chip
+        # A CPU's caches hold arrays that count as memory traffic here, so no floor is given for it; nor is one given
+        # for traced programs, whose instructions are not the compiler's.
+        chip = None if self.accelerator.platform == "cpu" or largest.traced else self.chip
         over_floor, moves = beyond_floor(costs, run, chip.peaks) if chip else (None, ())
         resident = [LargeArray(name=name, shape="", bytes=size) for name, size in largest.residents.items()]
         phase = self.phase(calls[0].phase, parts)
-        refused = any(compiled[call.program].refused for call in calls)
+        refused, known = any(compiled[call.program].refused for call in calls), trust(run, phase.name)
         return dataclasses.replace(
             phase,
             fits=phase.fits and not refused,
@@ -78,8 +80,11 @@ class Device:
                 for call, cost in costs
             ),
             closed_form_flops=sum(call.closed_form_flops for call in calls),
-            compile_s=sum(compiled[call.program].compile_s for call in calls),
-            compiled=True,
+            compile_s=None if largest.traced else sum(compiled[call.program].compile_s for call in calls),
+            compiled=not largest.traced,
+            traced=largest.traced,
+            low_bytes=int(known.low * phase.bytes) if largest.traced else 0,
+            high_bytes=int(known.high * phase.bytes) if largest.traced else 0,
             over_floor=over_floor,
             moves=moves,
         )

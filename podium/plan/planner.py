@@ -22,7 +22,8 @@ from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.request.step_calls import Call, largest_calls, packed_run, step_calls
 from podium.plan.request.topology import compiler_versions
 from podium.plan.request.workload import Replies, SequenceLengths, Workload, no_rollout, simulate_rollout
-from podium.plan.result import Phase, Plan, Seconds, Verdict, judge, part_of, total
+from podium.plan.result import Phase, Plan, Seconds, judge_phases, part_of, total
+from podium.plan.traced.fast_answer import fast_programs
 
 ROLLOUT = ("sync", "prefill", "copy", "decode")
 SLOWEST_FIRST = ("update", "decode", "reward", "score", "prefill", "sync", "copy", "init")
@@ -46,6 +47,7 @@ def make_plan(
     planned: Planned,
     *,
     fast: bool = False,
+    traced: bool = False,
     lengths: str = "gsm8k",
     progress: OnProgress | None = None,
     chip: Chip | None = None,
@@ -56,7 +58,9 @@ def make_plan(
 
     Args:
         planned: the run on a machine.
-        fast: use only the closed form.
+        fast: use only the closed form, which orders the candidates of searches.
+        traced: trace the largest program of each phase, and compile only those of which the trace does not tell whether
+            they fit.
         lengths: source of prompt and completion lengths, as for `draw_lengths`.
         progress: called when a phase's compilation begins, repeatedly while it runs, and when it ends.
         chip: constants of a device; unset: those of its generation. A CPU has none until `podium calibrate` wrote them,
@@ -73,7 +77,12 @@ def make_plan(
     def compiling(programs: Mapping[str, float]) -> Mapping[str, CompiledPhase]:
         return compile_phases(make_jobs(planned, programs, whole), progress=progress)
 
+    def tracing(programs: Mapping[str, float]) -> Mapping[str, CompiledPhase]:
+        return fast_programs(run, make_jobs(planned, programs), may_compile=is_compiled(run), progress=progress)
+
     run = planned.sizes
+    if traced:
+        return plan_run(run, lengths=lengths, chip=chip, compiling=tracing, largest=True)
     estimated = fast or not is_compiled(run)
     return plan_run(run, lengths=lengths, chip=chip, compiling=None if estimated else compiling, largest=largest)
 
@@ -100,7 +109,7 @@ def plan_run(
         accelerator=accelerator.name,
         devices=accelerator.devices,
         hbm_bytes=accelerator.hbm_bytes,
-        verdict=_verdict(phases, accelerator.hbm_bytes, bool(compiled)),
+        verdict=judge_phases(phases, accelerator.hbm_bytes),
         spare_bytes=accelerator.hbm_bytes - max(phase.bytes for phase in phases),
         phases=phases,
         host=host,
@@ -116,7 +125,7 @@ def plan_run(
             *_stand_ins(compiled),
             *repeated_operations(compiled),
         ),
-        estimate_only=not compiled,
+        estimate_only=not any(phase.compiled for phase in phases),
         calibration=device.chip.source if device.chip else "",
         doubts=(*_doubts(compiled), *few_operations(phases)),
         slots=run.rollout.slots,
@@ -183,7 +192,7 @@ def _plan_step(
 
 def _stand_ins(compiled: Mapping[str, CompiledPhase]) -> Iterator[str]:
     """A note on the programs that were not compiled because they are smaller than others of their phase."""
-    if found := [name for name, program in compiled.items() if program.stand_in]:
+    if found := [name for name, program in compiled.items() if program.stand_in and not program.traced]:
         yield (
             f"not compiled, since a larger program of the same phase was: {', '.join(found)}; their seconds are those"
             " of the larger one, scaled by the closed form"
@@ -251,11 +260,6 @@ def carry_over(
     text = f"rollout.in_flight {rollout.in_flight:g} makes a step {number(with_it.value)} s instead of"
     text += f" {number(without.value)} (estimated), with completions {workload.staleness:.1f} updates old on average"
     yield text if gain >= LEAST_GAIN else f"{text}: not worth it, set rollout.in_flight to 1"
-
-
-def _verdict(phases: Sequence[Phase], hbm_bytes: int, compiled: bool) -> Verdict:
-    refused = any(phase.refused for phase in phases)
-    return "does_not_fit" if refused else judge((phase.bytes for phase in phases), hbm_bytes, compiled=compiled)
 
 
 def compiling_rank(phase: str) -> int:

@@ -103,7 +103,10 @@ class Phase:
     flops: float = 0  # of one device in a step
     closed_form_flops: float = 0  # the same by the closed form
     compile_s: float | None = None  # seconds of the original compilation; None if nothing was compiled
-    compiled: bool = False  # whether `bytes` is the compiler's figure rather than the closed form's
+    compiled: bool = False  # whether `bytes` is the compiler's figure
+    traced: bool = False  # whether `bytes` is of a traced program; of the closed form if it is neither
+    low_bytes: int = 0  # the least that the device may need; 0: `bytes`, less its margin of error
+    high_bytes: int = 0  # the most, likewise
     over_floor: float | None = None
     """Ratio of the time without transfers and launches to the minimum time, which is that of the closed form's
     operations or of the bytes that no compiler can avoid; None if the phase is not compiled or not part of a step."""
@@ -154,16 +157,19 @@ class Plan:
         """The phase with this name, or None."""
         return next((phase for phase in self.phases if phase.name == name), None)
 
+    @property
+    def traced(self) -> bool:
+        """Whether its largest programs were traced, of which some may have been compiled too."""
+        return any(phase.traced for phase in self.phases)
+
     def _repr_html_(self) -> str:
         """Show the verdict, the memory and the seconds of a step in a notebook."""
         worst, step = self.worst, self.step
+        made = "traced" if self.traced else "closed-form estimate" if self.estimate_only else "compiled"
         facts = [
             ("config", self.config),
             ("machine", self.accelerator),
-            (
-                "verdict",
-                f"{self.verdict.replace('_', ' ')} ({'closed-form estimate' if self.estimate_only else 'compiled'})",
-            ),
+            ("verdict", f"{self.verdict.replace('_', ' ')} ({made})"),
             ("memory of a device", f"{worst.bytes / GIB:.1f} of {self.hbm_bytes / GIB:.4g} GiB, in {worst.name}"),
         ]
         if step is not None:
@@ -200,6 +206,18 @@ def judge(phase_bytes: Iterable[int], hbm_bytes: int, *, compiled: bool = True) 
     if abs(worst - hbm_bytes) <= margin(compiled) * hbm_bytes:
         return "too_close"
     return "fits" if worst < hbm_bytes else "does_not_fit"
+
+
+def judge_phases(phases: Iterable[Phase], hbm_bytes: int) -> Verdict:
+    """Judge phases, each by its range: `too_close` if that of one lies on both sides of the limit, and none above."""
+    verdict: Verdict = "fits"
+    for phase in phases:
+        off = int(margin(phase.compiled) * hbm_bytes)
+        if phase.refused or (phase.low_bytes or phase.bytes - off) > hbm_bytes:
+            return "does_not_fit"
+        if (phase.high_bytes or phase.bytes + off) >= hbm_bytes:
+            verdict = "too_close"
+    return verdict
 
 
 def total(times: Iterable[Seconds]) -> Seconds:

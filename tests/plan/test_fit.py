@@ -328,7 +328,7 @@ def test_advice_to_a_run_that_does_not_fit_was_planned(podium):  # noqa: F811
     settings = [*given, "--set", "model=Qwen/Qwen3-8B", "--set", "lora.rank=32", "--set", "train.rows_per_device=64"]
     status, out, _ = podium("plan", "run.yaml", "--on", "l4-1", "--fast", *settings)
     first = out.splitlines()[0]
-    assert status == 1 and first.startswith("does not fit l4-1 by closed-form estimate: ")
+    assert status == 1 and first.startswith("does not fit l4-1 as traced: ")
     assert "none of the settings that were tried fits" in first or " fits, " in first.rpartition("--set ")[2]
 
 

@@ -42,11 +42,17 @@ rollout: {max_prompt_tokens: 64, max_new_tokens: 64, slots: 32}
 """
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """What plans keep: many tests plan the same programs."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def podium(tmp_path, monkeypatch, capsys):
+def podium(tmp_path, monkeypatch, capsys, cache):
     """Runs a command line in this process, in a folder with a config and a model: (status, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     Path("run.yaml").write_text(RUN)
     Path("model").mkdir()
     Path("model/config.json").write_text(json.dumps(MODEL))
@@ -85,8 +91,15 @@ def planner(monkeypatch):
     return planner
 
 
-def test_the_closed_form_answers_by_itself(podium):
+def test_traces_answer_by_themselves(podium):
     status, out, err = podium("plan", "run.yaml", "--tpu", "v6e-8", "--fast")
+    assert (status, err) == (0, "")
+    assert out.startswith("fits v6e-8 as traced, with ")
+    assert "traced, not compiled: sync, prefill, decode and update" in out
+
+
+def test_the_closed_form_gives_the_first_answer_about_a_model(podium):
+    status, out, err = podium("plan", "./model", "--on", "v6e-8")
     assert (status, err) == (0, "")
     assert out.startswith("fits v6e-8 by closed-form estimate, with ")
     assert "everything is estimated by the closed form" in out
@@ -338,7 +351,7 @@ def test_a_comparison_in_which_nothing_fits_is_status_1(podium, planner):
 def test_the_page_is_written_beside_the_answer(podium):
     status, out, _ = podium("plan", *FAST, "--html", "plan.html")
     assert status == 0 and out.startswith("fits v6e-8")
-    assert "fits v6e-8 by closed-form estimate" in Path("plan.html").read_text()
+    assert "fits v6e-8 as traced" in Path("plan.html").read_text()
 
 
 def test_nothing_heavy_is_imported_before_the_question_is_right(tmp_path):

@@ -1,5 +1,6 @@
 import dataclasses
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from podium.hlo.memory import Memory
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.plan.calibration import Chip, Factor, calibrated, load_chip
 from podium.plan.compiled.compile import compile_phases
-from podium.plan.compiled.compile_worker import CompiledPhase, LoopedWork, _skipped
+from podium.plan.compiled.compile_worker import CompiledPhase, LoopedWork, skipped_scopes
 from podium.plan.planned_device import Device
 from podium.plan.planner import ROLLOUT, make_jobs, make_plan
 from podium.plan.report.formatting import step_parts
@@ -328,22 +329,28 @@ def test_an_estimate_is_too_close_as_far_as_it_errs(worst, verdict):
 # The closed form
 
 
-@pytest.mark.parametrize("config", ["configs/demo.yaml", "configs/gsm8k_qwen25_3b.yaml"])
-def test_a_fast_plan_takes_less_than_five_seconds_and_compiles_nothing(config):
-    """CPU seconds; the fewest of up to three runs, since other work on a processor's other thread adds to them."""
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [("Qwen/Qwen2.5-3B-Instruct", "by closed-form estimate"), ("configs/demo.yaml --fast", "as traced")],
+)
+def test_a_fast_plan_takes_less_than_five_seconds_and_imports_no_jax(arguments, said, tmp_path):
+    """CPU seconds; the fewest of up to three runs, since other work on a processor's other thread adds to them, and
+    the first of a config traces its programs.
+    """
     code = (
         "import sys, time\nfrom podium.cli import main\n"
-        f"sys.argv = ['podium', 'plan', '{config}', '--on', 'v6e-1', '--fast']\n"
+        f"sys.argv = 'podium plan {arguments} --on v6e-1'.split()\n"
         "try:\n    main()\nexcept SystemExit:\n"
         "    assert 'jax' not in sys.modules\n    print('took', time.process_time())\n"
     )
+    environment, took = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}, []
     for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0 and "by closed-form estimate" in done.stdout, done.stderr
-        seconds = float(done.stdout.rpartition("took ")[2])
-        if seconds < 5:
-            return
-    raise AssertionError(f"{seconds} CPU seconds")
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0 and said in done.stdout, done.stderr
+        took.append(float(done.stdout.rpartition("took ")[2]))
+        if min(took) < 5:
+            break
+    assert min(took) < 5
 
 
 @pytest.mark.skipif(
@@ -394,7 +401,7 @@ def test_two_slices_hold_what_one_does_and_sum_gradients_over_the_network():
 
 
 def test_a_search_for_a_cut_counts_where_sampling_is_cut():
-    assert [_skipped(tiny_config(rollout=cut).rollout) for cut in ({}, {"top_k": 5}, {"top_p": 0.9})] == [
+    assert [skipped_scopes(tiny_config(rollout=cut).rollout) for cut in ({}, {"top_k": 5}, {"top_p": 0.9})] == [
         ["sample"],
         [],
         [],

@@ -176,7 +176,7 @@ class _Compilation:
         command = [sys.executable, "-m", "podium.plan.compiled.compile_worker", *files, str(os.getpid())]
         self._process = subprocess.Popen(
             command,
-            env=_environment(self.job.accelerator),
+            env=worker_environment(self.job.accelerator),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -239,7 +239,7 @@ class _Compilation:
         return f"{where}: the compiler failed ({how}): {last[0][:300]}\nIts whole output: {path}"
 
 
-def _environment(accelerator: Accelerator) -> dict[str, str]:
-    """The environment of a process that compiles for an accelerator."""
+def worker_environment(accelerator: Accelerator) -> dict[str, str]:
+    """The environment of a process that traces or compiles for an accelerator."""
     paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | compiler_environment(accelerator) | {"PYTHONPATH": os.pathsep.join(paths)}

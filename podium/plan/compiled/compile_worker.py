@@ -83,6 +83,7 @@ class CompiledPhase:
     doubts: tuple[str, ...] = ()  # disagreements between the reader of its text and the compiler
     traced_flops: float = 0.0  # operations of the program as traced; 0 if they were not counted
     whole: bool = True  # whether machine code was generated too
+    traced: bool = False  # whether it was only traced, not compiled
     stand_in: bool = False  # whether it is a larger program of its phase, with its work scaled
 
     @property
@@ -147,7 +148,7 @@ def main(job_file: str, result_file: str, parent: str) -> None:
         program = phase_programs(spec if shape is None else spec.in_shape(shape), mesh)[name]
         lowered = program.lower()
     except ValueError as error:
-        if not _raised_here(error):
+        if not raised_here(error):
             raise
         result = str(error)
     else:
@@ -183,7 +184,7 @@ def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: M
     else:
         module = parse(text)
         parts, arrays = named_memory(module, built.memory.peak)
-        skipped, per_machine = _skipped(spec.rollout.settings), _per_machine(job.accelerator)
+        skipped, per_machine = skipped_scopes(spec.rollout.settings), _per_machine(job.accelerator)
         pages = cache_block_pages(spec.rollout.settings.page_tokens, job.accelerator.platform)
         mesh = _mesh_of_program(spec.mesh, job.accelerator)
         work = looped_work(module, mesh, job.blocks, block_pages=pages, skipped=skipped, per_machine=per_machine)
@@ -235,7 +236,7 @@ def looped_work(
     `block_pages` pages, or those that its window reaches, and so does a kernel that declares the work on one block.
     `skipped` and `per_machine` are passed to `walk`.
     """
-    trips = {loop: _rounds(loop, blocks, block_pages) for loop in unknown_loops(module) if ATTENTION in loop}
+    trips = {loop: attention_rounds(loop, blocks, block_pages) for loop in unknown_loops(module) if ATTENTION in loop}
     trips |= {loop: 1.0 for loop in unknown_loops(module) if any(scope in loop for scope in ONE_ROUND)}
     loops = [loop for loop in unknown_loops(module) if loop not in trips]
     if len(loops) > 1:
@@ -250,7 +251,7 @@ def looped_work(
     moved = moves(module, names_of(module.name))
     times: dict[tuple[Work, bool], tuple[float, float]] = {}
     for first, second in zip(one, two, strict=True):
-        rounds = _blocks_read(first.source, blocks, block_pages) if first.of_block else 1.0
+        rounds = blocks_read(first.source, blocks, block_pages) if first.of_block else 1.0
         work = dataclasses.replace(
             first,
             name=moved.get(first.name, ""),
@@ -266,13 +267,13 @@ def looped_work(
     return tuple(LoopedWork(work, once, each, attends) for (work, attends), (once, each) in times.items())
 
 
-def _blocks_read(source: str, blocks: float, block_pages: int) -> float:
+def blocks_read(source: str, blocks: float, block_pages: int) -> float:
     """How many blocks of `block_pages` pages a layer with a window reads if full attention reads `blocks`."""
     reach = window_reach(source)
     return blocks if reach is None else min(blocks, reach / block_pages)
 
 
-def _rounds(source: str, blocks: float, block_pages: int) -> float:
+def attention_rounds(source: str, blocks: float, block_pages: int) -> float:
     """The number of iterations of attention's loop; a layer with a window reads only the blocks of its window."""
     reach = window_reach(source)
     if reach is None:
@@ -281,7 +282,7 @@ def _rounds(source: str, blocks: float, block_pages: int) -> float:
     return min(blocks * block_pages / own.pages, own.most)
 
 
-def _skipped(rollout: RolloutConfig) -> list[str]:
+def skipped_scopes(rollout: RolloutConfig) -> list[str]:
     """Scopes of branches that a run never takes: the search for a cut-off, if sampling uses all tokens."""
     return ["sample"] if rollout.top_k == 0 and rollout.top_p == 1 else []
 
@@ -316,7 +317,7 @@ def named_memory(module: Module, peak: int) -> tuple[dict[str, int], list[LargeA
     return {name: size for name, size in parts.items() if size}, arrays
 
 
-def _raised_here(error: Exception) -> bool:
+def raised_here(error: Exception) -> bool:
     """Whether Podium itself raised the error, as it does for errors in a config."""
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename
     return Path(innermost).is_relative_to(Path(__file__).parents[2])

@@ -60,6 +60,8 @@ class PhaseProgram:
     arguments: tuple[object, ...]  # pytrees of abstract arrays
     residents: Mapping[str, int]
     """Bytes in use on a device in addition to the program's own arguments, by kind of array."""
+    own: Mapping[str, int]
+    """Bytes of those residents that are among its arguments, by kind of array."""
 
     def lower(self, platform: str | None = None) -> jax.stages.Lowered:
         """Trace and lower it: for a platform by jax's name, or for that of its arguments' devices."""
@@ -279,9 +281,10 @@ def _phase(
     own: Mapping[str, object],
 ) -> PhaseProgram:
     """Make a `PhaseProgram`; `own` are the residents that are among its arguments, by kind."""
-    beside = held(table, stage, {name: device_bytes(tree) for name, tree in own.items()})
-    residents = {name: size for name, size in beside.items() if size}
-    return PhaseProgram(trace=functools.partial(program.trace, *arguments), arguments=arguments, residents=residents)
+    sizes = {name: device_bytes(tree) for name, tree in own.items()}
+    residents = {name: size for name, size in held(table, stage, sizes).items() if size}
+    trace = functools.partial(program.trace, *arguments)
+    return PhaseProgram(trace=trace, arguments=arguments, residents=residents, own=sizes)
 
 
 def device_bytes(tree: object) -> int:

@@ -98,9 +98,10 @@ def verdict_head(plan: Plan) -> str:
     """Whether the run fits, and by what margin."""
     worst = plan.worst
     needs = f": {worst.name} needs {gib(worst.bytes)} of {exact_gib(plan.hbm_bytes)} GiB"
-    where = f" {plan.accelerator}{' by closed-form estimate' if plan.estimate_only else ''}"
+    made = " as traced" if plan.traced else " by closed-form estimate" if plan.estimate_only else ""
+    where = f" {plan.accelerator}{made}"
     memory = {
-        "fits": f"{where}{',' if plan.estimate_only else ''} with {spare(plan)}",
+        "fits": f"{where}{',' if made else ''} with {spare(plan)}",
         "too_close": f" on{where}{needs}",
         "does_not_fit": f"{where}{needs}, {spare(plan)}",
     }[plan.verdict]
@@ -145,15 +146,22 @@ def parted(plan: Plan, estimate: Plan) -> str | None:
     return f"the two forms part: {times}; {most}. Trust the compiled one, and no estimate of this run"
 
 
+RANGES = "seconds are a calibrated roofline, hence the ranges"
+
+
 def method_line(plan: Plan) -> str:
-    """Which phases of a plan were compiled, and which are estimated."""
+    """Which phases of a plan were compiled, which were only traced, and which are estimated."""
     compiled = [phase.name for phase in plan.phases if phase.compiled]
-    estimated = [phase.name for phase in plan.phases if not phase.compiled]
-    ranges = "seconds are a calibrated roofline, hence the ranges"
-    if not compiled:
-        return f"everything is estimated by the closed form; {ranges}"
-    rest = f"; estimated by the closed form: {joined(estimated)}" if estimated else ""
-    return f"compiled for {plan.accelerator}: memory, operations and transfers of {joined(compiled)}{rest}; {ranges}"
+    traced = [phase.name for phase in plan.phases if phase.traced]
+    estimated = [phase.name for phase in plan.phases if not (phase.compiled or phase.traced)]
+    if not compiled and not traced:
+        return f"everything is estimated by the closed form; {RANGES}"
+    found = (
+        [f"compiled for {plan.accelerator}: memory, operations and transfers of {joined(compiled)}"] if compiled else []
+    )
+    found += [f"traced, not compiled: {joined(traced)}"] if traced else []
+    found += [f"estimated by the closed form: {joined(estimated)}"] if estimated else []
+    return "; ".join((*found, RANGES))
 
 
 def probe_text(peak: Peak, hbm_bytes: int) -> str:

@@ -33,7 +33,14 @@ def explain(
 
 def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]:
     compiled = any(phase.compiled for phase in phases)
-    if judge((phase.bytes for phase in phases), accelerator.hbm_bytes, compiled=compiled) == "too_close":
+    open_phases = [phase for phase in phases if phase.low_bytes <= accelerator.hbm_bytes <= phase.high_bytes]
+    for phase in open_phases:
+        yield (
+            f"compile to be sure (--compile): {phase.name} may need {phase.low_bytes / GIB:.1f} to"
+            f" {phase.high_bytes / GIB:.1f} GiB, as far as traces of its kind were off"
+        )
+    plain = (phase.bytes for phase in phases if not phase.traced)
+    if not open_phases and judge(plain, accelerator.hbm_bytes, compiled=compiled) == "too_close":
         way_out = "" if compiled else ", as far as the closed form errs; --compile asks the compiler"
         yield f"within {margin(compiled):.0%} of the memory limit: it may or may not fit on the device{way_out}"
     if accelerator.chip_devices > 1:

@@ -309,7 +309,7 @@ PHASES: Columns = (
     ("TFLOP", lambda phase: text.number(phase.flops / 1e12)),
     ("of closed form", lambda phase: f"{phase.flops / base:.2f}" if (base := phase.closed_form_flops) else "-"),
     ("over floor", lambda phase: f"{phase.over_floor:.2f}" if phase.over_floor else "-"),
-    ("made by", lambda phase: "compiler" if phase.compiled else "closed form"),
+    ("made by", lambda phase: "compiler" if phase.compiled else "trace" if phase.traced else "closed form"),
     ("compiled in", lambda phase: "-" if phase.compile_s is None else f"{phase.compile_s:.0f} s"),
 )
 ARRAYS: Columns = (
@@ -342,7 +342,7 @@ MACHINES: Columns = (
     ("s per step", lambda each, plan, cost: text.number(plan.step.value) if plan.step else "-"),
     ("peak in", lambda each, plan, cost: plan.worst.name),
     ("GiB spare", lambda each, plan, cost: text.number(plan.spare_bytes / GIB)),
-    ("made by", lambda each, plan, cost: "estimate" if plan.estimate_only else "compiled"),
+    ("made by", lambda each, plan, cost: "trace" if plan.traced else "estimate" if plan.estimate_only else "compiled"),
 )
 
 

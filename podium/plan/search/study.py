@@ -101,6 +101,7 @@ class Study:
         *,
         lengths: str = "gsm8k",
         fast: bool = False,
+        form: bool = False,
         steps: int | None = None,
         prices: Mapping[str, Price] | None = None,
     ) -> None:
@@ -109,11 +110,12 @@ class Study:
         Args:
             subject: the run.
             lengths: source of prompt and completion lengths, as for `draw_lengths`.
-            fast: use only the closed form.
+            fast: trace programs, and compile only those that decide; searches order candidates by the closed form.
+            form: with `fast`, use only the closed form, which needs no jax.
             steps: steps to price; None: the run's own number.
             prices: prices by generation of chips; None: outcomes have no cost.
         """
-        self.subject, self.lengths, self.fast = subject, lengths, fast
+        self.subject, self.lengths, self.fast, self.form = subject, lengths, fast, form
         self.steps, self.prices = steps, prices
         self._stderr = Console(stderr=True)
         self._defaults: dict[Accelerator, tuple[Override, ...]] = {}
@@ -178,7 +180,7 @@ class Study:
 
         Args:
             case: what to plan.
-            fast: use only the closed form, even if the study compiles.
+            fast: use only the closed form, even if the study traces or compiles.
             largest: compile only the largest program of each phase.
             whole: programs to generate machine code for.
             lengths: lengths to plan with instead of the study's; the programs compiled for those are reused.
@@ -188,8 +190,11 @@ class Study:
         """
         run, drawn = self.run(case), lengths or self.lengths
         check_divisible(run.sizes.spec)
-        if fast or self.fast:
+        if fast or self.form:
             return make_plan(run, fast=True, lengths=drawn)
+        if self.fast:
+            with self._following("tracing", case.machine) as progress:
+                return make_plan(run, traced=True, lengths=drawn, progress=progress)
         estimated = None if lengths else lambda: self.plan(case, fast=True)
         with self._following("planning", case.machine, estimated) as progress:
             return make_plan(run, lengths=drawn, progress=progress, whole=whole, largest=largest)

@@ -4,6 +4,7 @@ Tracing and lowering need of a device only its name and its place, so plain obje
 """
 
 import dataclasses
+from collections.abc import Collection
 
 import jax
 
@@ -93,20 +94,25 @@ def absent_programs(spec: RunSpec, accelerator: Accelerator) -> dict[str, PhaseP
     return phase_programs(spec, make_mesh(mesh_text(spec.mesh), absent_devices(accelerator)))
 
 
-def trace_memory(program: PhaseProgram, accelerator: Accelerator) -> TracedMemory:
-    """The memory and cost of a run's program on one device, without the arrays in use beside it.
+def trace_memory(program: PhaseProgram, accelerator: Accelerator, *, skipped: Collection[str] = ()) -> TracedMemory:
+    """The memory and work of a run's program on one device, without the arrays in use beside it.
+
+    `skipped` are scopes of the choices that take their cheapest branch.
 
     Raises:
         UnknownOperation: nothing is known of one of its operations without a compiler.
     """
     lowered = program.lower(JAX_PLATFORMS.get(accelerator.platform, accelerator.platform))
-    return measure_lowered(lowered, accelerator)
+    return measure_lowered(lowered, accelerator, skipped=skipped)
 
 
-def measure_lowered(lowered: jax.stages.Lowered, accelerator: Accelerator) -> TracedMemory:
-    """The memory and cost of a lowered program on one device. Raises UnknownOperation."""
+def measure_lowered(
+    lowered: jax.stages.Lowered, accelerator: Accelerator, *, skipped: Collection[str] = ()
+) -> TracedMemory:
+    """The memory and work of a lowered program on one device; `skipped` as above. Raises UnknownOperation."""
     chip = find_chip(accelerator.generation)
-    return measure(_read(lowered), TracedMachine(COMPILERS[accelerator.platform], chip and chip.peaks))
+    machine = TracedMachine(COMPILERS[accelerator.platform], chip and chip.peaks, skipped=frozenset(skipped))
+    return measure(_read(lowered), machine)
 
 
 def lowered_flops(lowered: jax.stages.Lowered) -> float:

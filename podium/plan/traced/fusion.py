@@ -15,6 +15,8 @@ from podium.plan.traced.simplification import readers
 REPEATED = 1.5
 """How many times its own bytes an array may stand for, and still be computed again in each kernel that reads it: beyond
 that, writing it once and reading it twice moves less than reading its sources twice."""
+PARTS = ("dynamic_slice", "slice")
+"""Operations that read no more of an array than they give."""
 SMALL = 2**20
 """Bytes below which it makes no difference how many results a kernel has."""
 
@@ -29,10 +31,13 @@ class Compiler:
     """Whether it converts what a loop only reads before the loop, for all rounds at once."""
     lanes: int
     """To how many elements the last dimension of a Pallas kernel's arrays is padded."""
+    on_chip: int = 0
+    """Bytes up to which a result stays on the chip: a quarter of a TPU core's 128 MiB, which holds a kernel's operands
+    and results and what the next one reads at once."""
 
 
 COMPILERS: Mapping[str, Compiler] = {
-    "tpu": Compiler(products_compute=True, hoists=True, lanes=128),
+    "tpu": Compiler(products_compute=True, hoists=True, lanes=128, on_chip=32 * 2**20),
     "gpu": Compiler(products_compute=False, hoists=False, lanes=1),
     "cpu": Compiler(products_compute=False, hoists=False, lanes=1),
 }
@@ -47,6 +52,21 @@ class Kernel:
     writes: list[Array]
     beside: list[Array] = dataclasses.field(default_factory=list)
     """What is read for a product's epilogue, element by element as its result is written."""
+    parts: dict[Array, int] = dataclasses.field(default_factory=dict)
+    """Bytes that it reads of arrays of which it reads only a part."""
+
+    on_chip: frozenset[Array] = frozenset()
+    """Those of its results that never leave the chip."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of memory that it reads."""
+        return sum(self.parts.get(read, read.bytes) for read in self.reads)
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of memory that it writes."""
+        return sum(write.bytes for write in self.writes if write not in self.on_chip)
 
     @property
     def elementwise(self) -> bool:
@@ -58,14 +78,21 @@ def kernels(body: Body, compiler: Compiler) -> list[Kernel]:
     """The kernels of a simplified body, in the order in which they were traced."""
     real = _InMemory(body, compiler).find()
     found: list[Kernel] = []
-    sources: dict[Array, Sequence[Array]] = {}
+    sources: dict[Array, Mapping[Array, int]] = {}
+    """The arrays in memory from which each array is computed, with the bytes that are read of each."""
     for each in body.operations:
-        reads = list(dict.fromkeys(array for read in each.reads for array in sources.get(read, (read,))))
+        read: dict[Array, int] = {}
+        for operand in each.reads:
+            for array, size in sources.get(operand, {operand: operand.bytes}).items():
+                read[array] = min(array.bytes, read.get(array, 0) + size)
         if each.kind in SEPARATE or any(write in real for write in each.writes):
-            found.append(Kernel(each, reads, list(each.writes)))
-            sources.update((write, (write,)) for write in each.writes)
+            parts = {array: size for array, size in read.items() if size < array.bytes}
+            found.append(Kernel(each, list(read), list(each.writes), parts=parts))
+        elif each.name in PARTS:
+            (write,) = each.writes
+            sources[write] = {array: min(size, write.bytes) for array, size in read.items()}
         else:
-            sources.update(dict.fromkeys(each.writes, () if each.name == "constant" else reads))
+            sources.update(dict.fromkeys(each.writes, {} if each.name == "constant" else read))
     found = _joined_siblings(found)
     return _with_epilogues(found, set(body.results)) if compiler.products_compute else found
 
@@ -191,10 +218,35 @@ def _joined_siblings(found: list[Kernel]) -> list[Kernel]:
         if any(read in other.writes or made.get(read, -1) > first for read in kernel.reads):
             groups[key] = number, kernel
             continue
+        other.parts = _parts_of_both(other, kernel)
         other.reads = list(dict.fromkeys([*other.reads, *kernel.reads]))
         other.writes += kernel.writes
         gone.add(kernel)
     return [kernel for kernel in found if kernel not in gone]
+
+
+def keep_on_chip(found: Sequence[Kernel], results: set[Array], most: int) -> None:
+    """Let results of at most `most` bytes stay on the chip: their readers find them there, and memory has no copy."""
+    kept = {
+        write
+        for kernel in found
+        if kernel.operation.kind not in (Kind.LOOP, Kind.TRANSFER, Kind.BARRIER)
+        for write in kernel.writes
+        if write.bytes <= most and write not in results
+    }
+    for kernel in found:
+        kernel.on_chip = frozenset(kept.intersection(kernel.writes))
+        if kernel.operation.kind is not Kind.LOOP:
+            kernel.parts |= dict.fromkeys(kept.intersection(kernel.reads), 0)
+
+
+def _parts_of_both(one: Kernel, two: Kernel) -> dict[Array, int]:
+    """Bytes that both together read of arrays of which they read only a part."""
+    both = {*one.parts, *two.parts}
+    sizes = {
+        array: [each.parts.get(array, array.bytes) for each in (one, two) if array in each.reads] for array in both
+    }
+    return {array: min(array.bytes, sum(each)) for array, each in sizes.items()}
 
 
 def _with_epilogues(found: list[Kernel], results: set[Array]) -> list[Kernel]:
@@ -213,6 +265,7 @@ def _with_epilogues(found: list[Kernel], results: set[Array]) -> list[Kernel]:
                 break
             others = [read for read in user.reads if read is not out]
             kernel.beside += others
+            kernel.parts = _parts_of_both(kernel, user)
             kernel.reads, kernel.writes = list(dict.fromkeys([*kernel.reads, *others])), user.writes
             gone.add(user)
             for read in others:

@@ -9,30 +9,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from podium.hlo.cost import Peaks
-from podium.plan.traced.fusion import Compiler, Kernel, kernels
+from podium.plan.traced.fusion import Compiler, Kernel, keep_on_chip, kernels
+from podium.plan.traced.kernel_work import beside_copies, work_of, works_in_order
 from podium.plan.traced.lowered_program import Array, Body, DeviceProgram, Operation
 from podium.plan.traced.operation_table import TO_MEMORY, Kind
 from podium.plan.traced.simplification import hoist, simplify
+from podium.plan.traced.traced_phase import TracedCost, TracedWork, cost_of
 from podium.plan.traced.transfers import gathers_late, sums_end
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TracedCost:
-    """What a program does on one device; a loop whose rounds are unknown counts once."""
-
-    flops: float = 0.0
-    """Operations of products and of kernels, as these declare them."""
-    hbm_bytes: float = 0.0
-    sent: float = 0.0
-    """Bytes sent to other devices."""
-
-    def __add__(self, other: "TracedCost") -> "TracedCost":
-        return TracedCost(
-            flops=self.flops + other.flops, hbm_bytes=self.hbm_bytes + other.hbm_bytes, sent=self.sent + other.sent
-        )
-
-    def __mul__(self, times: float) -> "TracedCost":
-        return TracedCost(flops=times * self.flops, hbm_bytes=times * self.hbm_bytes, sent=times * self.sent)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +26,7 @@ class TracedMemory:
     """Bytes of its arguments."""
     temporary: int
     """Bytes of its other arrays, results included, where they are most."""
-    cost: TracedCost
+    works: tuple[TracedWork, ...]
     largest: tuple[tuple[int, Array], ...]
     """The arrays beside the arguments there, in descending order of bytes."""
     kernel: str
@@ -53,6 +36,11 @@ class TracedMemory:
     def peak(self) -> int:
         """Bytes in use where they are most."""
         return self.arguments + self.temporary
+
+    @property
+    def cost(self) -> TracedCost:
+        """The sum of its works."""
+        return cost_of(self.works)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +69,8 @@ class TracedMachine:
     """Rates of a device; None if they are unknown, and transfers then take no time."""
     kernel_rows: frozenset[int] = frozenset()
     """Sizes of the last dimensions of what the program's Pallas kernels read."""
+    skipped: frozenset[str] = frozenset()
+    """Scopes of the choices that take their cheapest branch; others take the dearest."""
 
 
 def measure(program: DeviceProgram, machine: TracedMachine) -> TracedMemory:
@@ -97,7 +87,7 @@ def measure(program: DeviceProgram, machine: TracedMachine) -> TracedMemory:
     return TracedMemory(
         arguments=sum(array.bytes for array in body.given),
         temporary=peak.bytes,
-        cost=found.cost,
+        works=tuple(found.works()),
         largest=tuple(largest),
         kernel=peak.kernel.operation.name if peak.kernel else "",
     )
@@ -129,18 +119,19 @@ class _Schedule:
             owned: those of its arguments that are in its memory, and over which it may write.
             donated: those that are in memory that is counted elsewhere, and over which it may write.
         """
-        self.machine, self.compiler, self.body = machine, machine.compiler, body
+        self.machine, self.body = machine, body
         self.kernels = kernels(body, machine.compiler)
+        keep_on_chip(self.kernels, set(body.results), machine.compiler.on_chip)
         self.owned, self.writable = list(owned), {*owned, *donated}
         self.results = set(body.results)
         self.homes: dict[Array, Array] = {}
         self.inside: dict[Kernel, _Peak] = {}
-        self.cost = TracedCost()
+        self.works_inside: list[TracedWork] = []
+        self.order: Sequence[Kernel] = self.kernels
         for kernel in self.kernels:
-            self.cost += _price(kernel)
             if kernel.operation.bodies:
-                self.inside[kernel], cost = self.loop(kernel.operation)
-                self.cost += cost
+                self.inside[kernel], works = self.loop(kernel.operation)
+                self.works_inside += works
         self.find_homes()
         self.stacks = {read for kernel in self.kernels for read in _stacks(kernel.operation)}
         self.sizes = {write: self.size(kernel, write) for kernel in self.kernels for write in kernel.writes}
@@ -149,19 +140,25 @@ class _Schedule:
 
     def seconds(self, kernel: Kernel) -> float:
         """How long a kernel takes by the roofline, or a transfer around a ring, which is sent both ways."""
-        cost, peaks = _price(kernel), self.machine.peaks
-        if peaks is None:
+        work, peaks = work_of(kernel), self.machine.peaks
+        if peaks is None or work is None:
             return 0.0
-        return max(
-            cost.flops / peaks.flops_bf16, cost.hbm_bytes / peaks.hbm_bandwidth, cost.sent / (2 * peaks.link_bandwidth)
-        )
+        sent = sum(each.sent for each in work.transfers)
+        return max(*work.seconds(peaks), sent / (2 * peaks.link_bandwidth))
 
-    def loop(self, operation: Operation) -> tuple[_Peak, TracedCost]:
-        """What a round of a loop or a branch needs beside what the loop carries, and the cost of all rounds."""
+    def works(self) -> Iterator[TracedWork]:
+        """The work of its kernels and of what runs inside them, after `peak` has chosen their order."""
+        yield from works_in_order(self.order, self.seconds)
+        yield from self.works_inside
+
+    def loop(self, operation: Operation) -> tuple[_Peak, list[TracedWork]]:
+        """What a round of a loop or a branch needs beside what the loop carries, and the work of all rounds."""
         if operation.name != "while":
             branches = [_Schedule(self.machine, body) for body in operation.bodies]
-            cost = max((branch.cost for branch in branches), key=lambda each: (each.flops, each.hbm_bytes))
-            return max((branch.peak() for branch in branches), key=lambda peak: peak.bytes), cost
+            peak = max((branch.peak() for branch in branches), key=lambda peak: peak.bytes)
+            skipped = not self.machine.skipped.isdisjoint(operation.source.split("/"))
+            works = [list(branch.works()) for branch in branches]
+            return peak, (min if skipped else max)(works, key=_weight)
         (body,) = operation.bodies
         carried = [given for given, result in zip(body.given, body.results, strict=True) if given is not result]
         inside = _Schedule(self.machine, body, owned=carried)
@@ -169,7 +166,10 @@ class _Schedule:
         alive = {array: size for array, size in peak.alive.items() if array not in carried}
         moving = sum(_in_flight(each) for each in body.operations)
         peak = dataclasses.replace(peak, bytes=max(0, peak.bytes - held) + moving, alive=alive)
-        return peak, inside.cost * (operation.trips or 1)
+        works, trips = beside_copies(list(inside.works())), operation.trips
+        if trips is None:
+            return peak, [dataclasses.replace(each, loops=(*each.loops, operation.source)) for each in works]
+        return peak, [dataclasses.replace(each, times=trips * each.times) for each in works]
 
     def place(self, array: Array) -> Array:
         """The array in whose memory an array is."""
@@ -198,8 +198,10 @@ class _Schedule:
         if write in self.homes:
             return 0
         # Kernels read and write rows of whole lanes; what a loop keeps for kernels lies as they read it.
-        in_rows = kernel.operation.kernel or (write in self.stacks and write.shape[-1] in self.machine.kernel_rows)
-        return _padded(write, self.compiler.lanes) if in_rows and len(write.shape) > 1 else write.bytes
+        in_rows = kernel.operation.declared is not None or (
+            write in self.stacks and write.shape[-1] in self.machine.kernel_rows
+        )
+        return _padded(write, self.machine.compiler.lanes) if in_rows and len(write.shape) > 1 else write.bytes
 
     def write_into_stacks(self) -> None:
         """Let what is only put into a stack be computed there, by kernels whose results a compiler can redirect."""
@@ -217,7 +219,7 @@ class _Schedule:
         """Whether the result of an operation can be written into a part of another array."""
         if maker is None or maker.kind in (Kind.OWN, Kind.LOOP, Kind.TRANSFER, Kind.BARRIER):
             return False
-        return maker.kind is not Kind.PRODUCT or self.compiler.products_compute
+        return maker.kind is not Kind.PRODUCT or self.machine.compiler.products_compute
 
     def store_results(self, stored: Collection[int]) -> None:
         """Let results be written over donated arguments, those that are read again by a copy."""
@@ -227,8 +229,8 @@ class _Schedule:
         for kernel in self.kernels:
             with_copies.append(kernel)
             for write in kernel.writes:
-                if write in self.results and write not in own:
-                    if write not in read and not kernel.operation.kernel and self.redirects(kernel.operation):
+                if write in self.results and write not in own and self.place(write) not in self.writable:
+                    if write not in read and kernel.operation.declared is None and self.redirects(kernel.operation):
                         self.sizes[write] = 0
                     else:
                         copy = Operation(name="copy", kind=Kind.OWN, reads=[write], writes=[])
@@ -237,7 +239,8 @@ class _Schedule:
 
     def peak(self) -> _Peak:
         """The most bytes alive at once: in the order of the trace or in one that frees bytes first, the lesser."""
-        return min((self.walk(order) for order in self.orders()), key=lambda peak: peak.bytes)
+        self.order, peak = min(((order, self.walk(order)) for order in self.orders()), key=lambda found: found[1].bytes)
+        return peak
 
     def orders(self) -> Iterator[Sequence[Kernel]]:
         """The orders of the kernels that a compiler would try."""
@@ -322,7 +325,7 @@ class _Schedule:
 
     def transposes(self, kernel: Kernel) -> bool:
         """Whether it reads elements elsewhere than it writes them; compilers with layouts of their own avoid it."""
-        if self.compiler.products_compute:
+        if self.machine.compiler.products_compute:
             return False
         own = [size for size in kernel.writes[0].shape if size != 1]
         read = ([size for size in array.shape if size != 1] for array in kernel.reads)
@@ -346,7 +349,7 @@ def _kernel_rows(body: Body) -> Iterator[int]:
     for each in body.operations:
         for inner in each.bodies:
             yield from _kernel_rows(inner)
-        if each.kernel:
+        if each.declared is not None:
             yield from (read.shape[-1] for read in each.reads if len(read.shape) > 2)
 
 
@@ -365,17 +368,7 @@ def _padded(array: Array, lanes: int) -> int:
     return dataclasses.replace(array, shape=(*others, -(-last // lanes) * lanes)).bytes
 
 
-def _price(kernel: Kernel) -> TracedCost:
-    """Operations, bytes of memory and bytes sent of a kernel; what is inside a loop is counted there."""
-    operation = kernel.operation
-    written = sum(write.bytes for write in kernel.writes)
-    if operation.kind in (Kind.LOOP, Kind.BARRIER):
-        return TracedCost()
-    if operation.kind is Kind.TRANSFER:
-        return TracedCost(sent=operation.sent)
-    moved = {
-        "gather": 2 * written,
-        "dynamic_update_slice": 2 * operation.reads[1].bytes if len(operation.reads) > 1 else 0,
-        "scatter": 3 * operation.reads[2].bytes if len(operation.reads) > 2 else 0,
-    }.get(operation.name, sum(read.bytes for read in kernel.reads) + written)
-    return TracedCost(flops=operation.flops, hbm_bytes=float(moved))
+def _weight(works: Iterable[TracedWork]) -> tuple[float, float]:
+    """By what branches are ranked."""
+    cost = cost_of(works)
+    return cost.flops, cost.hbm_bytes

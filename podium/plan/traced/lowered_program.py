@@ -6,9 +6,11 @@ change it. Functions are inlined; a loop's body is kept with the number of its r
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy, stablehlo
@@ -18,6 +20,7 @@ from podium.plan.traced.operation_table import (
     LIBRARY_CALLS,
     NAMES_ONLY,
     TO_MEMORY,
+    TPU_KERNEL,
     Kind,
     UnknownOperation,
     kind_of_operation,
@@ -34,9 +37,15 @@ MOVES = ("broadcast_in_dim", "dynamic_slice", "reshape", "slice", "transpose")
 """Operations whose result lies where their first operand does."""
 _QUOTE = r'(?:\\+22|\\*")'
 _FLOPS = re.compile(rf"flops{_QUOTE}:\s*{_QUOTE}?(\d+)")
+_BYTES = re.compile(rf"\bbytes(?:_accessed)?{_QUOTE}:\s*{_QUOTE}?(\d+)")
 _AXES = re.compile(r'"(\w+)"(?::\(\d+\)(\d+))?')
 """An axis of the mesh in an attribute, and the size of the part of it that is meant, if not all."""
 _PAIRS = re.compile(r"output_tuple_indices = \[(\d*)\],\s*operand_index = (\d+)")
+
+
+@functools.cache
+def _bits(dtype: str) -> int:
+    return BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,7 +74,7 @@ class Array:
     @property
     def bits(self) -> int:
         """Bits of an element."""
-        return BITS.get(self.dtype) or int(re.sub(r"\D", "", self.dtype))
+        return _bits(self.dtype)
 
     @property
     def bytes(self) -> int:
@@ -91,6 +100,24 @@ class Body:
         return sum(each.flops for each in self.operations) + sum(loops)
 
 
+class Sent(NamedTuple):
+    """What a device sends in a collective."""
+
+    bytes: float = 0.0
+    group: int = 1
+    """Devices that take part."""
+
+
+NOTHING_SENT = Sent()
+
+
+class Declared(NamedTuple):
+    """What a Pallas kernel says of itself."""
+
+    bytes: float | None
+    """Bytes that it moves, where it reads a part of what it is given; None: all of that, and its results."""
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Operation:
     """One operation on one device."""
@@ -101,11 +128,13 @@ class Operation:
     writes: list[Array]
     text: str = ""
     """Its attributes; equal operations on equal arrays have equal ones."""
+    source: str = ""
+    """The path of names under which jax traced it."""
     flops: float = 0.0
-    sent: float = 0.0
-    """Bytes that the device sends to others."""
-    kernel: bool = False
-    """Whether it is a Pallas kernel."""
+    sent: Sent = NOTHING_SENT
+    """What the device sends to others."""
+    declared: Declared | None = None
+    """What a Pallas kernel says of itself; None for other operations."""
     in_place: Sequence[tuple[int, int]] = ()
     """Pairs of the numbers of a result and of the operand over which it may be written."""
     bodies: list[Body] = dataclasses.field(default_factory=list)
@@ -130,7 +159,7 @@ def read_program(module: ir.Module) -> DeviceProgram:
         UnknownOperation: it holds an operation that `operation_table` lacks.
     """
     with module.context:
-        own = ir.Module.parse(str(module))
+        own = module.operation.clone()  # with the sources that its text lacks
         passmanager.PassManager.parse(PARTITION).run(own.operation)
         return _Reader(own).program()
 
@@ -138,10 +167,12 @@ def read_program(module: ir.Module) -> DeviceProgram:
 class _Reader:
     """Reads a partitioned module."""
 
-    def __init__(self, module: ir.Module) -> None:
+    def __init__(self, module: ir.Operation) -> None:
+        self.scopes: list[str] = []
+        """The sources of the calls around what is read."""
         self.functions: dict[str, ir.Operation] = {}
         self.meshes: dict[str, dict[str, int]] = {}
-        for each in module.body.operations:
+        for each in module.regions[0].blocks[0].operations:
             name = ir.StringAttr(each.attributes["sym_name"]).value
             if each.operation.name == "sdy.mesh":
                 axes = map(sdy.MeshAxisAttr, sdy.MeshAttr(each.attributes["mesh"]).axes)
@@ -195,7 +226,9 @@ class _Reader:
             if inner is None:
                 results = self.operation(own, reads, known, operations)
             else:
+                self.scopes.append(_source(own))
                 results = self.block(inner, dict(zip(inner.arguments, reads, strict=True)), operations)
+                self.scopes.pop()
             known.update(zip(own.results, results, strict=True))
         return [known[value] for value in end.operands]
 
@@ -215,7 +248,8 @@ class _Reader:
         kind, name = kind_of_operation(own.name), own.name.rpartition(".")[2]
         pairs = zip(own.results, _shardings(own), strict=True)
         writes = [self.array(value.type, sharding) for value, sharding in pairs]
-        found = Operation(name=name, kind=kind, reads=reads, writes=writes)
+        source = "/".join(filter(None, (*self.scopes, _source(own))))
+        found = Operation(name=name, kind=kind, reads=reads, writes=writes, source=source)
         for write in writes:
             write.maker, write.host = found, name in MOVES and reads[0].host
         if name == "constant" and not writes[0].shape and writes[0].dtype.startswith(("i", "ui")):
@@ -223,14 +257,14 @@ class _Reader:
         if kind is Kind.LOOP:
             self.loop(own, found, known)
         elif kind is Kind.TRANSFER:
-            found.sent = self.sent(own, reads[0], writes[0])
+            found.sent = Sent(self.sent(own, reads[0], writes[0]), self.group(own))
         elif kind is Kind.PRODUCT:
             found.flops = _product_flops(own, found)
         elif name == "custom_call" and self.custom_call(own, found):
             return reads[: len(writes)]
         else:
             _place_in_memory(found)
-        if kind not in (Kind.LOOP, Kind.TRANSFER) and not found.kernel:
+        if kind not in (Kind.LOOP, Kind.TRANSFER) and found.declared is None:
             found.text = str([(key, str(own.attributes[key])) for key in own.attributes if "sharding" not in key])
         operations.append(found)
         return writes
@@ -264,9 +298,11 @@ class _Reader:
             found.writes[0].host = "host" in str(own.attributes["mhlo.frontend_attributes"])
             return found.writes[0].host == found.reads[0].host
         if target in KERNELS:
-            found.kernel = True
-            declared = _FLOPS.search(" ".join(str(own.attributes[key]) for key in own.attributes))
-            found.flops = float(declared[1]) if declared else 0.0
+            text = " ".join(str(own.attributes[key]) for key in own.attributes)
+            flops, moved = _FLOPS.search(text), _BYTES.search(text)
+            found.flops = float(flops[1]) if flops else 0.0
+            of_part = target != TPU_KERNEL or "output_operand_aliases" in own.attributes
+            found.declared = Declared(float(moved[1]) if moved and of_part else None)
         elif target not in LIBRARY_CALLS:
             raise UnknownOperation(f"stablehlo.custom_call @{target}")
         if "output_operand_aliases" in own.attributes:
@@ -288,12 +324,20 @@ class _Reader:
         return (2 * share if name == "all_reduce" else share) * read.bytes
 
     def group(self, own: ir.Operation) -> int:
-        """How many devices take part in a collective."""
+        """How many devices take part in a collective; two where each sends to one other."""
+        if own.name.endswith(("collective_permute", "collective_broadcast")):
+            return 2
         if "replica_groups" in own.attributes:
             return ir.ShapedType(own.attributes["replica_groups"].type).shape[1]
         sizes = self.mesh(sdy.TensorShardingAttr(own.attributes["out_sharding"]))
         axes = next((own.attributes[key] for key in ("reduction_axes", "params") if key in own.attributes), "")
         return math.prod(int(part or sizes[name]) for name, part in _AXES.findall(str(axes)))
+
+
+def _source(own: ir.Operation) -> str:
+    """The names under which an operation was traced within its function; empty if it has none."""
+    place = own.location
+    return place.name_str if isinstance(place, ir.NameLoc) else ""
 
 
 def _parts(axis: ir.Attribute, sizes: Mapping[str, int]) -> int:

@@ -58,7 +58,8 @@ KINDS: dict[str, Kind] = {
     **_named("optimization_barrier", Kind.BARRIER),
 }
 
-KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton")
+TPU_KERNEL = "tpu_custom_call"
+KERNELS = (TPU_KERNEL, "__gpu$xla.gpu.triton")
 """Custom calls that run a Pallas kernel."""
 TO_MEMORY = "annotate_device_placement"
 """The custom call that copies an array to the host's memory or back."""

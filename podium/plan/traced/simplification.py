@@ -54,7 +54,7 @@ def simplify(body: Body) -> None:
 def _is_view(operation: Operation) -> bool:
     """Whether an operation's result is the very bytes of what it reads."""
     if operation.kind is Kind.TRANSFER:
-        return not operation.sent
+        return not operation.sent.bytes
     if operation.kind is not Kind.VIEW and operation.name not in ("broadcast_in_dim", "slice", "pad", "convert"):
         return False
     read, write = operation.reads[0], operation.writes[0]
@@ -115,7 +115,7 @@ def _merge_scatters(body: Body) -> None:
         summed = each.reads[0].maker if each.name == "all_slice" else None
         if summed is not None and summed.name == "all_reduce" and users[each.reads[0]] == [each]:
             each.name, each.kind, each.reads = "reduce_scatter", Kind.TRANSFER, summed.reads
-            each.sent = float(each.reads[0].bytes - each.writes[0].bytes)
+            each.sent = summed.sent._replace(bytes=float(each.reads[0].bytes - each.writes[0].bytes))
 
 
 def readers(body: Body) -> dict[Array, list[Operation]]:
@@ -133,10 +133,11 @@ def hoist(body: Body) -> None:
     for loop in [each for each in body.operations if each.name == "while"]:
         (inner,) = loop.bodies
         hoist(inner)
+        users = readers(inner)
         for number, (given, result) in enumerate(zip(inner.given, inner.results, strict=True)):
             if given is not result:
                 continue
-            found = _narrowed(inner, given)
+            found = _narrowed(inner, users, given)
             if found is None:
                 continue
             held, conversions = found
@@ -153,15 +154,18 @@ def hoist(body: Body) -> None:
             same = {each.writes[0]: each.reads[0] for each in conversions}
             inner.operations = [each for each in inner.operations if each not in conversions]
             _rename(inner, same)
+            users = readers(inner)
 
 
-def _narrowed(body: Body, given: Array) -> tuple[list[Array], list[Operation]] | None:
+def _narrowed(
+    body: Body, users: Mapping[Array, list[Operation]], given: Array
+) -> tuple[list[Array], list[Operation]] | None:
     """An array under the names of its parts and behind barriers, if it is only read to be converted to fewer bytes."""
-    held, conversions, users = [given], [], readers(body)
+    held, conversions = [given], []
     for array in held:
         if array is not given and array in body.results:
             return None
-        for each in users[array]:
+        for each in users.get(array, ()):
             if each.name == "dynamic_slice" and each.reads[0] is array:
                 held.append(each.writes[0])
             elif each.kind is Kind.BARRIER:
