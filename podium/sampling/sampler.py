@@ -246,8 +246,7 @@ class Sampler:
         groups = self._finished(refill.groups, settings)
         if carries:
             self.partial.pending = tuple(pending)
-            if self.feed.tasks.learns:
-                self._learn(groups)
+            self._learn(groups)
         return refill.in_order(groups), dataclasses.replace(
             refill.stats,
             in_flight=len(pending),

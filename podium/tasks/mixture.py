@@ -217,11 +217,6 @@ class TaskMixture:
         """Whether a prompt is no longer drawn."""
         return prompt.prompt.id in self._retired[self.labels[prompt.task]]
 
-    @property
-    def learns(self) -> bool:
-        """Whether answers influence later draws: by curricula, or because solved prompts retire."""
-        return self._retire is not None or any(self._curricula)
-
     def learn(self, prompt: TaskPrompt, mean: float) -> None:
         """Record the share of right answers to a prompt, which influences later draws."""
         label = self.labels[prompt.task]

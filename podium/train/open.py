@@ -256,8 +256,7 @@ def load_state(
 
 def go_on_sampling(rollouts: Sampler, saved: HostState, params: Params, frozen: Params, *, done: int) -> None:
     """Let a sampler go on after `done` steps: from the position with which they were saved, and with their weights."""
-    if saved["cursor"]:  # otherwise nothing was drawn, and the sampler is at the beginning
-        rollouts.position = Position.read(saved, rollouts.feed)
+    rollouts.position = Position.read(saved, rollouts.feed)
     rollouts.load(params, frozen, version=done)
 
 

@@ -132,7 +132,7 @@ class Recorder:
             ),
             carried=carry_stats(groups, rolled.drawn_lengths) if self.spec.rollout.settings.in_flight > 1 else None,
             conversations=None if held is None else conversation_stats(groups, held),
-            levels=self._level_stats(groups) if self._feed.tasks.learns else {},
+            levels=self._level_stats(groups),
             memory=device_memory(),
             host_memory=host_memory(),
         )

@@ -284,9 +284,9 @@ def test_loaded_parameters_survive_the_donation_of_the_trainers():
 
 def test_nothing_is_compiled_after_the_first_time():
     engine = make_engine(CONFIG.model_copy(update={"refill_steps": 5}))  # programs that no other test has called
-    assert engine.generate(MIXED)[1].compilations > 0
+    assert engine.generate(MIXED)[1].calls.compilations > 0
     engine.load(tiny_params(seed=1))
-    assert engine.generate(random_requests(20, seed=11, completions=5, top_k=3))[1].compilations == 0
+    assert engine.generate(random_requests(20, seed=11, completions=5, top_k=3))[1].calls.compilations == 0
 
 
 def test_stats_count_what_was_done():

@@ -138,7 +138,7 @@ def test_active_completions_continue_under_new_weights():
     engine.load(tiny_params(seed=1))
     engine.stats()
     found = drain(engine, [number])
-    assert engine.stats().rebuilt_tokens > 0
+    assert engine.stats().scheduled.rebuilt_tokens > 0
     other = make_engine(CONFIG.model_copy(update={"page_tokens": 8}), seed=1)
     for i, ledger in enumerate(before):
         assert tuple(found[Key(0, i)].tokens[: len(ledger) - len(request.prompt)]) == ledger[len(request.prompt) :]
@@ -301,7 +301,7 @@ def test_only_what_was_evicted_counts_as_rebuilt():
         engine.step()
     (turn,) = (completion for _, completion in engine.poll())
     answers_of(engine, [dataclasses.replace(MIXED[1], prompt=(6,) * 48, completions=1)])
-    assert engine.stats().evicted == 0  # `generate` has taken them
+    assert engine.stats().scheduled.evicted == 0  # `generate` has taken them
     engine.extend(key, (7, 8, 9), SamplingParams(max_new_tokens=2), seed=0)
     while engine.busy:
         engine.step()
@@ -393,4 +393,4 @@ def test_nothing_is_compiled_after_warm_up_over_two_hundred_mixed_requests():
         )[0]
         for n in range(200)
     ]
-    assert engine.generate(requests)[1].compilations == 0
+    assert engine.generate(requests)[1].calls.compilations == 0

@@ -65,7 +65,7 @@ def test_a_turn_reads_only_what_is_new(rollouts, monkeypatch):
     new = turns.reply([{"role": "user", "content": "3+4"}], history=[], drawn_end=ended)
     engine.stats()
     assert "".join(talk.answer("3+4"))
-    assert (engine.stats().prefill_tokens, notices) == (1 + len(new), [])
+    assert (engine.stats().scheduled.prefill_tokens, notices) == (1 + len(new), [])
     sampling = SamplingParams(max_new_tokens=8, temperature=0.0)
     ((alone,),), _ = engine.generate([Request(prompt=(*first, *new), sampling=sampling, seed=0)])
     assert talk.tokens == alone.tokens.tolist()
