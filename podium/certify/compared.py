@@ -13,7 +13,7 @@ import numpy as np
 from podium.certify.batches import OF_BATCH
 from podium.certify.check_result import BAR, RUN_BAR, Check, largest
 from podium.certify.drawn import OF_MODEL, experts_check, fits, sampling_checks, versions_of
-from podium.certify.evaluated import evaluation_check
+from podium.certify.evaluated import OF_RUN, evaluation_check
 from podium.certify.followed import Followed, follow, rules_of_run
 from podium.certify.formulas import BFLOAT16_BAR, BFLOAT16_MUON_BAR, CLAIMS, MUON_BAR
 from podium.certify.ledgers import Ledger
@@ -217,7 +217,7 @@ def _with_other_options(subject: Subject, causes: tuple[str, ...]) -> Check:
         claim="steps are right with a KL, an entropy bonus, a correction, demonstrations, and groups left out",
         difference=wrong or largest((weights, *(each.gradient_error for each in followed))),
         bar=RUN_BAR,
-        after=(*causes, "training", "new weights"),
+        after=(*causes, *OF_RUN, "hand-over", "draws", "training", "new weights", "frozen weights", "resume"),
     )
 
 

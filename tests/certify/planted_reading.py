@@ -154,13 +154,13 @@ def gap_of_the_last_update() -> Plant:
     return stats.UpdateStats, "then", planted
 
 
-def dropped_groups_halved() -> Plant:
-    """Half of the groups that are left out are reported."""
+def sizes_of_advantages_reported() -> Plant:
+    """Advantages are reported without their signs."""
     original = prepare._batch_stats
 
     def planted(*given):
         found = original(*given)
-        return dataclasses.replace(found, dropped_groups=found.dropped_groups // 2)
+        return dataclasses.replace(found, advantages=abs(found.advantages))
 
     return prepare, "_batch_stats", planted
 

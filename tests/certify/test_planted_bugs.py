@@ -26,6 +26,9 @@ from podium.certify.check_result import Certificate, Check
 from podium.certify.checks import Stage, form_checks, model_checks, scoring_checks, update_checks
 from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
+from podium.certify.known_answers import grades_check
+from podium.certify.known_files import files_check
+from podium.certify.known_rows import rows_check
 from podium.certify.long_sequences import long_checks
 from podium.certify.mixtures import choice_check, mixture_check
 from podium.certify.rollout_devices import rollout_device_checks
@@ -33,7 +36,7 @@ from podium.certify.small_moments import moments_check
 from podium.certify.small_run import make_subject
 from podium.certify.subject import Subject
 from podium.certify.updates import Updates
-from podium.config.schema import Config
+from podium.config.schema import Config, TaskConfig
 
 QWEN3 = "Qwen/Qwen3-0.6B"
 EXPERTS = "Qwen/Qwen3-30B-A3B-Instruct-2507"
@@ -312,7 +315,7 @@ SLOW: dict[Callable[[], Plant], Named] = {
     planted_reading.demonstrations_of_three_times_their_weight: Named(training_checks, "other options"),
     planted_reading.the_first_demonstrations_again_and_again: Named(training_checks, "other options"),
     planted_reading.gap_of_the_last_update: Named(training_checks, "metrics"),
-    planted_reading.dropped_groups_halved: Named(training_checks, "metrics"),
+    planted_reading.sizes_of_advantages_reported: Named(training_checks, "metrics"),
     planted_reading.first_block_of_code_graded: Named(formula_checks, "grades", "code"),
     planted_reading.temperature_of_at_least_1: Named(model_checks, "temperature"),
     planted_reading.last_rows_of_a_layer_without_gradient: Named(form_checks, "layer chunks"),
@@ -363,6 +366,10 @@ def plain_mixture_check() -> Check:
     return mixture_check(make_subject(make_config()).rollouts.spec)
 
 
+def code_check() -> Check:
+    return grades_check([TaskConfig(name="code")])
+
+
 @pytest.mark.parametrize(
     ("bug", "check"),
     [
@@ -371,6 +378,10 @@ def plain_mixture_check() -> Check:
         (planted_runs.ages_from_the_last_token, choice_check),
         (planted_runs.length_before_stop, ends_check),
         (planted_runs.levels_of_prompts_in_flight_not_restored, plain_mixture_check),
+        (planted_reading.own_system_prompts_ignored, plain_mixture_check),
+        (planted_reading.sides_of_conversations_swapped, rows_check),
+        (planted_reading.keys_and_values_swapped_in_files, files_check),
+        (planted_reading.first_block_of_code_graded, code_check),
     ],
 )
 def test_a_check_without_a_model_is_red_with_its_bug_alone(bug, check, monkeypatch):
