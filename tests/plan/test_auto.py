@@ -104,8 +104,8 @@ def test_the_headline_has_the_cheapest_and_the_fastest(compiled):
 
 def test_machines_that_one_rents_are_tried():
     found = {each.name for each in machines()}
-    assert {"v6e-8", "v5p-128", "l4-1", "h100-8", "b200-64"} <= found
-    assert not {"h100-3", "h100-128", "v6e-128"} & found
+    assert {"v6e-8", "v5p-128", "tpu7x-64", "l4-1", "h100-8", "b200-64"} <= found
+    assert not {"h100-3", "h100-128", "v6e-128", "mi300x-8", "tpu8t-8"} & found
 
 
 def test_auto_prints_a_table_and_the_next_command(podium, planner):  # noqa: F811

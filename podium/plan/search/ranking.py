@@ -89,8 +89,8 @@ class Ranking:
 
 
 def machines() -> list[Accelerator]:
-    """All machines to try, small to large within each kind."""
-    found = [each for each in accelerators().values() if each.devices <= MOST_DEVICES]
+    """All machines to try, small to large within each kind: those for which programs can be compiled."""
+    found = [each for each in accelerators().values() if each.devices <= MOST_DEVICES and each.compiled]
     return [each for each in found if each.platform == "tpu" or each.devices in RENTED]
 
 
@@ -103,7 +103,7 @@ def rank_machines(study: Study) -> Ranking:
     for _ in range(0 if study.fast else MOST_TRIED):
         ranking = _fitting(known.values())
         compiled = [each for each in ranking if not each.plan.estimate_only]
-        able = [each for each in ranking if each.case.machine.compiled and each.case.machine.platform not in missing]
+        able = [each for each in ranking if each.case.machine.platform not in missing]
         if len(compiled) >= COMPILED and able and able[0] is compiled[0]:
             break
         case = next((each.case for each in able if each.plan.estimate_only), None)
