@@ -10,6 +10,7 @@ missed: three programs more, none after the tenth step, and a first step 1.05 ti
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -62,7 +63,9 @@ def child(config: str, settings: list[str], side: str) -> None:
 def measure(config: str, settings: list[str], side: str) -> dict[str, Any]:
     """One run in a process of its own."""
     command = [sys.executable, "-m", "benches.shape_compilations", "--config", config, "--side", side, *settings]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
+    with tempfile.TemporaryDirectory() as cache:
+        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, env=environment)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     late = sum(number for step, number in found["compiled"].items() if int(step) > LATEST)
     total = sum(found["compiled"].values())
