@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_decoder import DECODER
 
@@ -231,3 +232,18 @@ def test_what_changes_its_mesh_is_sent():
     lowered = jax.jit(lambda x: x.astype(jnp.bfloat16), out_shardings=layout).trace(given)
     found = measure_lowered(lowered.lower(lowering_platforms=("tpu",)), find_accelerator("v6e-4"))
     assert found.cost.sent in (64 * 32 * 2, 64 * 32 * 4)  # in either number format
+
+
+def test_a_kernel_that_changes_a_part_in_place_moves_what_it_declares():
+    def touch(given, out):
+        out[:8, :] = given[:8, :]
+
+    def changed(x):  # [1024, 1024]
+        cost = pl.CostEstimate(flops=10, transcendentals=0, bytes_accessed=77)
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(touch, out_shape=shape, input_output_aliases={0: 0}, cost_estimate=cost)(x)
+
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    lowered = jax.jit(changed, donate_argnums=0).trace(x).lower(lowering_platforms=("tpu",))
+    cost = measure_lowered(lowered, find_accelerator("v6e-1")).cost
+    assert (cost.flops, cost.hbm_bytes) == (10, 77)

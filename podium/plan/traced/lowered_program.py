@@ -37,7 +37,7 @@ MOVES = ("broadcast_in_dim", "dynamic_slice", "reshape", "slice", "transpose")
 """Operations whose result lies where their first operand does."""
 _QUOTE = r'(?:\\+22|\\*")'
 _FLOPS = re.compile(rf"flops{_QUOTE}:\s*{_QUOTE}?(\d+)")
-_BYTES = re.compile(rf"\bbytes(?:_accessed)?{_QUOTE}:\s*{_QUOTE}?(\d+)")
+_BYTES = re.compile(rf"(?<![a-z_])bytes(?:_accessed)?{_QUOTE}:\s*{_QUOTE}?(\d+)")
 _AXES = re.compile(r'"(\w+)"(?::\(\d+\)(\d+))?')
 """An axis of the mesh in an attribute, and the size of the part of it that is meant, if not all."""
 _PAIRS = re.compile(r"output_tuple_indices = \[(\d*)\],\s*operand_index = (\d+)")
