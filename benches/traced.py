@@ -14,7 +14,8 @@ benches/results/traced-planned.json.
 With --blind SEED updates are drawn instead whose trace needs nine tenths to eleven tenths of a TPU's memory: all
 presets (one in eight with layers of several kinds), every mesh, adapters on each base, each remat, row groups, moments
 on the host, attention as a kernel and without, up to 16k tokens. Each is compiled; its figures are written as soon as
-it is done to benches/results/traced-blind-SEED-planned.json. Draw with a seed that nobody has looked at before.
+it is done to benches/results/traced-blind-SEED-planned.json. Draw with a seed that nobody has looked at before;
+--again holds what it drew against a later trace.
 """
 
 import json
@@ -23,12 +24,12 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benches.closed_form import BASES, LENGTH_OF_QUADRATIC, LIMIT_CHOICES, LIMIT_MACHINES, RANKS
-from benches.record import MEASUREMENTS, RESULTS, ROOT, arguments, record, write_section
+from benches.record import MEASUREMENTS, RESULTS, ROOT, arguments, record, recorded, write_section
 from podium.accelerators import GIB, find_accelerator
 from podium.config.schema import Config
 from podium.models.presets import PRESETS
@@ -51,6 +52,7 @@ PATTERNS = ("gemma-3", "Qwen3.5", "gpt-oss")
 APART = 0.08
 REPEATED = 1.02
 """Ratio of compiled to traced operations from which on a program is named."""
+BLIND = "traced-blind"
 BLIND_COUNT, BLIND_NEAR = 30, (0.9, 1.1)
 BLIND_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 MOST_ROWS = 256
@@ -244,19 +246,36 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def judge_blind(seed: int, count: int, results: Path) -> None:
-    """Draw, compile, and write the figures after each."""
+def judge_blind(seed: int, cases: Iterable[Drawn], results: Path) -> None:
+    """Compile updates, and write the figures after each."""
     rows: list[dict[str, Any]] = []
-    for drawn in blind_draws(count, seed):
+    for drawn in cases:
         try:
             rows.append(row := ask_compiler(drawn))
         except CompilerError as error:
             print(drawn.machine, drawn.settings, error, flush=True)
             continue
         print(row["machine"], row["model"], row["traced_error"], row["closed_form_error"], flush=True)
-        groups = {name: [each for each in rows if kind(each) == name] for name in sorted({kind(row) for row in rows})}
-        found = {name: {by: figures(each, by) for by in ("traced", "closed_form")} for name, each in groups.items()}
-        record(f"traced-blind-{seed}-planned", {"seed": seed, "asked": count, "figures": found, "rows": rows}, results)
+        record(f"{BLIND}-{seed}-planned", {"seed": seed, "figures": by_kind(rows), "rows": rows}, results)
+    every = [
+        row for path in sorted(results.glob(f"{BLIND}-*-planned.json")) for row in json.loads(path.read_text())["rows"]
+    ]
+    write_section(MEASUREMENTS, BLIND, list(table(by_kind(every))), results)
+
+
+def drawn_before(seed: int, results: Path) -> Iterator[Drawn]:
+    """The updates that a seed drew, as they are traced now."""
+    for row in recorded(f"{BLIND}-{seed}-planned", "rows", results):
+        if (
+            drawn := _trace_update(row["settings"], row["machine"], row["settings"]["train.rows_per_device"])
+        ) is not None:
+            yield drawn
+
+
+def by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """The figures of each kind of program, traced and by the closed form."""
+    groups = {name: [row for row in rows if kind(row) == name] for name in sorted({kind(row) for row in rows})}
+    return {name: {by: figures(each, by) for by in ("traced", "closed_form")} for name, each in groups.items()}
 
 
 def has_pattern(model: str) -> bool:
@@ -310,9 +329,11 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--count", type=int, help=f"rows of each file; unset: all. Of a seed; unset: {BLIND_COUNT}")
     parser.add_argument("--blind", type=int, metavar="SEED", help="compile updates that this seed draws")
+    parser.add_argument("--again", action="store_true", help="with --blind: what the seed drew before, traced anew")
     chosen = parser.parse_args()
-    if chosen.blind is not None:
-        judge_blind(chosen.blind, chosen.count or BLIND_COUNT, chosen.results)
+    if (seed := chosen.blind) is not None:
+        drawn = blind_draws(chosen.count or BLIND_COUNT, seed)
+        judge_blind(seed, drawn_before(seed, chosen.results) if chosen.again else drawn, chosen.results)
         return 0
     cases = [*golden_cases(), *(case for name in ROWS for case in limit_cases(name, chosen.count))]
     rows: list[dict[str, Any]] = []
