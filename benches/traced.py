@@ -15,7 +15,7 @@ With --blind SEED updates are drawn instead whose trace needs nine tenths to ele
 presets (one in eight with layers of several kinds), every mesh, adapters on each base, each remat, row groups, moments
 on the host, attention as a kernel and without, up to 16k tokens. Each is compiled; its figures are written as soon as
 it is done to benches/results/traced-blind-SEED-planned.json. Draw with a seed that nobody has looked at before;
---again holds what it drew against a later trace.
+--again traces what it drew anew, and compiles nothing.
 """
 
 import json
@@ -246,30 +246,37 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def judge_blind(seed: int, cases: Iterable[Drawn], results: Path) -> None:
-    """Compile updates, and write the figures after each."""
+def judge_blind(seed: int, found: Iterable[dict[str, Any]], results: Path) -> None:
+    """Write the figures after each update."""
     rows: list[dict[str, Any]] = []
-    for drawn in cases:
-        try:
-            rows.append(row := ask_compiler(drawn))
-        except CompilerError as error:
-            print(drawn.machine, drawn.settings, error, flush=True)
-            continue
+    for row in found:
+        rows.append(row)
         print(row["machine"], row["model"], row["traced_error"], row["closed_form_error"], flush=True)
         record(f"{BLIND}-{seed}-planned", {"seed": seed, "figures": by_kind(rows), "rows": rows}, results)
-    every = [
-        row for path in sorted(results.glob(f"{BLIND}-*-planned.json")) for row in json.loads(path.read_text())["rows"]
-    ]
+    paths = sorted(results.glob(f"{BLIND}-*-planned.json"))
+    every = [row for path in paths for row in json.loads(path.read_text())["rows"]]
     write_section(MEASUREMENTS, BLIND, list(table(by_kind(every))), results)
 
 
-def drawn_before(seed: int, results: Path) -> Iterator[Drawn]:
-    """The updates that a seed drew, as they are traced now."""
+def compiled_rows(seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """Updates that a seed draws, each compiled."""
+    for drawn in blind_draws(count, seed):
+        try:
+            yield ask_compiler(drawn)
+        except CompilerError as error:
+            print(drawn.machine, drawn.settings, error, flush=True)
+
+
+def rows_again(seed: int, results: Path) -> Iterator[dict[str, Any]]:
+    """What a seed drew before, with its compiled figures, as it is traced now."""
     for row in recorded(f"{BLIND}-{seed}-planned", "rows", results):
-        if (
-            drawn := _trace_update(row["settings"], row["machine"], row["settings"]["train.rows_per_device"])
-        ) is not None:
-            yield drawn
+        settings = row["settings"]
+        drawn = _trace_update(settings, row["machine"], settings["train.rows_per_device"])
+        if drawn is not None:
+            traced = drawn.share * row["hbm_gib"]
+            error = round(traced / row["compiled_gib"] - 1, 4)
+            again = {"traced_gib": round(traced, 3), "traced_error": error, "traced_bytes": None}
+            yield row | again | {"at_peak": [f"{size / GIB:.2f} {array!r}" for size, array in drawn.traced.largest[:4]]}
 
 
 def by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -329,11 +336,11 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--count", type=int, help=f"rows of each file; unset: all. Of a seed; unset: {BLIND_COUNT}")
     parser.add_argument("--blind", type=int, metavar="SEED", help="compile updates that this seed draws")
-    parser.add_argument("--again", action="store_true", help="with --blind: what the seed drew before, traced anew")
+    parser.add_argument("--again", action="store_true", help="with --blind: only trace what the seed drew before")
     chosen = parser.parse_args()
     if (seed := chosen.blind) is not None:
-        drawn = blind_draws(chosen.count or BLIND_COUNT, seed)
-        judge_blind(seed, drawn_before(seed, chosen.results) if chosen.again else drawn, chosen.results)
+        again = rows_again(seed, chosen.results) if chosen.again else None
+        judge_blind(seed, again or compiled_rows(seed, chosen.count or BLIND_COUNT), chosen.results)
         return 0
     cases = [*golden_cases(), *(case for name in ROWS for case in limit_cases(name, chosen.count))]
     rows: list[dict[str, Any]] = []
