@@ -14,7 +14,8 @@ benches/results/traced-planned.json.
 With --blind SEED updates are drawn instead whose trace needs nine tenths to eleven tenths of a TPU's memory: all
 presets (one in eight with layers of several kinds), every mesh, adapters on each base, each remat, row groups, moments
 on the host, attention as a kernel and without, up to 16k tokens. Each is compiled; its figures are written as soon as
-it is done to benches/results/traced-blind-SEED-planned.json. Draw with a seed that nobody has looked at before.
+it is done to benches/results/traced-blind-SEED-planned.json. Draw with a seed that nobody has looked at before;
+--again traces what it drew anew, and compiles nothing.
 """
 
 import json
@@ -23,12 +24,12 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benches.closed_form import BASES, LENGTH_OF_QUADRATIC, LIMIT_CHOICES, LIMIT_MACHINES, RANKS
-from benches.record import MEASUREMENTS, RESULTS, ROOT, arguments, record, write_section
+from benches.record import MEASUREMENTS, RESULTS, ROOT, arguments, record, recorded, write_section
 from podium.accelerators import GIB, find_accelerator
 from podium.config.schema import Config
 from podium.models.presets import PRESETS
@@ -51,6 +52,7 @@ PATTERNS = ("gemma-3", "Qwen3.5", "gpt-oss")
 APART = 0.08
 REPEATED = 1.02
 """Ratio of compiled to traced operations from which on a program is named."""
+BLIND = "traced-blind"
 BLIND_COUNT, BLIND_NEAR = 30, (0.9, 1.1)
 BLIND_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 MOST_ROWS = 256
@@ -244,19 +246,43 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def judge_blind(seed: int, count: int, results: Path) -> None:
-    """Draw, compile, and write the figures after each."""
+def judge_blind(seed: int, found: Iterable[dict[str, Any]], results: Path) -> None:
+    """Write the figures after each update."""
     rows: list[dict[str, Any]] = []
+    for row in found:
+        rows.append(row)
+        print(row["machine"], row["model"], row["traced_error"], row["closed_form_error"], flush=True)
+        record(f"{BLIND}-{seed}-planned", {"seed": seed, "figures": by_kind(rows), "rows": rows}, results)
+    paths = sorted(results.glob(f"{BLIND}-*-planned.json"))
+    every = [row for path in paths for row in json.loads(path.read_text())["rows"]]
+    write_section(MEASUREMENTS, BLIND, list(table(by_kind(every))), results)
+
+
+def compiled_rows(seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """Updates that a seed draws, each compiled."""
     for drawn in blind_draws(count, seed):
         try:
-            rows.append(row := ask_compiler(drawn))
+            yield ask_compiler(drawn)
         except CompilerError as error:
             print(drawn.machine, drawn.settings, error, flush=True)
-            continue
-        print(row["machine"], row["model"], row["traced_error"], row["closed_form_error"], flush=True)
-        groups = {name: [each for each in rows if kind(each) == name] for name in sorted({kind(row) for row in rows})}
-        found = {name: {by: figures(each, by) for by in ("traced", "closed_form")} for name, each in groups.items()}
-        record(f"traced-blind-{seed}-planned", {"seed": seed, "asked": count, "figures": found, "rows": rows}, results)
+
+
+def rows_again(seed: int, results: Path) -> Iterator[dict[str, Any]]:
+    """What a seed drew before, with its compiled figures, as it is traced now."""
+    for row in recorded(f"{BLIND}-{seed}-planned", "rows", results):
+        settings = row["settings"]
+        drawn = _trace_update(settings, row["machine"], settings["train.rows_per_device"])
+        if drawn is not None:
+            traced = drawn.share * row["hbm_gib"]
+            error = round(traced / row["compiled_gib"] - 1, 4)
+            again = {"traced_gib": round(traced, 3), "traced_error": error, "traced_bytes": None}
+            yield row | again | {"at_peak": [f"{size / GIB:.2f} {array!r}" for size, array in drawn.traced.largest[:4]]}
+
+
+def by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """The figures of each kind of program, traced and by the closed form."""
+    groups = {name: [row for row in rows if kind(row) == name] for name in sorted({kind(row) for row in rows})}
+    return {name: {by: figures(each, by) for by in ("traced", "closed_form")} for name, each in groups.items()}
 
 
 def has_pattern(model: str) -> bool:
@@ -310,9 +336,11 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--count", type=int, help=f"rows of each file; unset: all. Of a seed; unset: {BLIND_COUNT}")
     parser.add_argument("--blind", type=int, metavar="SEED", help="compile updates that this seed draws")
+    parser.add_argument("--again", action="store_true", help="with --blind: only trace what the seed drew before")
     chosen = parser.parse_args()
-    if chosen.blind is not None:
-        judge_blind(chosen.blind, chosen.count or BLIND_COUNT, chosen.results)
+    if (seed := chosen.blind) is not None:
+        again = rows_again(seed, chosen.results) if chosen.again else None
+        judge_blind(seed, again or compiled_rows(seed, chosen.count or BLIND_COUNT), chosen.results)
         return 0
     cases = [*golden_cases(), *(case for name in ROWS for case in limit_cases(name, chosen.count))]
     rows: list[dict[str, Any]] = []

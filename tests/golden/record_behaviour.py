@@ -26,6 +26,7 @@ from unittest import mock
 
 from podium import cli
 from podium.accelerators import cpu_flags
+from podium.plan.command import PlanRequest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "behaviour"
@@ -97,9 +98,14 @@ def training(devices: int) -> dict[str, Any]:
 
 
 def plan(config: str, machine: str, *, fast: bool) -> dict[str, Any]:
-    """The planner's answer, without versions and seconds of compilation. What it compiles, it compiles anew."""
+    """The planner's answer, without versions and seconds of compilation. What it compiles, it compiles anew; `fast` is
+    the closed form, which searches and the first answer about a model use.
+    """
     with contextlib.ExitStack() as stack:
-        if not fast:
+        if fast:
+            by_form = lambda **given: PlanRequest(**given | {"form": True})  # noqa: E731
+            stack.enter_context(mock.patch("podium.plan.command.PlanRequest", by_form))
+        else:
             cache = stack.enter_context(tempfile.TemporaryDirectory())
             stack.enter_context(mock.patch.dict(os.environ, {"XDG_CACHE_HOME": cache, **NO_SOURCE}))
         status, text, error = shown(

@@ -9,6 +9,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import NamedSharding, PartitionSpec
 from tiny_decoder import DECODER
 
 from podium.accelerators import GIB, find_accelerator
@@ -20,7 +22,7 @@ from podium.plan.planner import make_jobs, make_plan
 from podium.plan.request.phase_sizes import Planned
 from podium.plan.result import Phase, judge_phases
 from podium.plan.traced import fast_answer, trace_process
-from podium.plan.traced.absent_devices import measure_lowered
+from podium.plan.traced.absent_devices import absent_devices, measure_lowered
 from podium.plan.traced.fusion import Kernel
 from podium.plan.traced.kernel_work import works_in_order
 from podium.plan.traced.lowered_program import Array, Operation, Sent
@@ -28,6 +30,7 @@ from podium.plan.traced.operation_table import Kind
 from podium.plan.traced.trace_process import as_compiled, trace_phases
 from podium.plan.traced.traced_phase import TracedPhase, TracedWork
 from podium.settings import load_settings
+from podium.sharding import make_mesh
 from tests.plan.estimated import tiny_config
 
 V6E = find_accelerator("v6e-8")
@@ -219,3 +222,28 @@ def test_a_traced_plan_is_near_the_compiled_one(tmp_path, monkeypatch):
         assert phase.seconds is not None
         if name in ("decode", "update"):
             assert phase.seconds.value == pytest.approx(own["seconds"]["value"], rel=0.5), name
+
+
+def test_what_changes_its_mesh_is_sent():
+    devices = absent_devices(find_accelerator("v6e-4"))
+    here, there = make_mesh("fsdp:4", devices), make_mesh("fsdp:2,tp:2", devices)
+    given = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(here, PartitionSpec("fsdp")))
+    layout = NamedSharding(there, PartitionSpec(None, "tp"))
+    lowered = jax.jit(lambda x: x.astype(jnp.bfloat16), out_shardings=layout).trace(given)
+    found = measure_lowered(lowered.lower(lowering_platforms=("tpu",)), find_accelerator("v6e-4"))
+    assert found.cost.sent in (64 * 32 * 2, 64 * 32 * 4)  # in either number format
+
+
+def test_a_kernel_that_changes_a_part_in_place_moves_what_it_declares():
+    def touch(given, out):
+        out[:8, :] = given[:8, :]
+
+    def changed(x):  # [1024, 1024]
+        cost = pl.CostEstimate(flops=10, transcendentals=0, bytes_accessed=77)
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(touch, out_shape=shape, input_output_aliases={0: 0}, cost_estimate=cost)(x)
+
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    lowered = jax.jit(changed, donate_argnums=0).trace(x).lower(lowering_platforms=("tpu",))
+    cost = measure_lowered(lowered, find_accelerator("v6e-1")).cost
+    assert (cost.flops, cost.hbm_bytes) == (10, 77)

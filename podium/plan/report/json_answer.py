@@ -21,6 +21,8 @@ NAMES = {
     "bytes": "gib",
     "hbm_bytes": "hbm_gib",
     "spare_bytes": "spare_gib",
+    "low_bytes": "low_gib",
+    "high_bytes": "high_gib",
     "parts": "parts_gib",
     "sent": "sent_bytes",
     "step": "step_seconds",

@@ -37,7 +37,7 @@ MOVES = ("broadcast_in_dim", "dynamic_slice", "reshape", "slice", "transpose")
 """Operations whose result lies where their first operand does."""
 _QUOTE = r'(?:\\+22|\\*")'
 _FLOPS = re.compile(rf"flops{_QUOTE}:\s*{_QUOTE}?(\d+)")
-_BYTES = re.compile(rf"\bbytes(?:_accessed)?{_QUOTE}:\s*{_QUOTE}?(\d+)")
+_BYTES = re.compile(rf"(?<![a-z_])bytes(?:_accessed)?{_QUOTE}:\s*{_QUOTE}?(\d+)")
 _AXES = re.compile(r'"(\w+)"(?::\(\d+\)(\d+))?')
 """An axis of the mesh in an attribute, and the size of the part of it that is meant, if not all."""
 _PAIRS = re.compile(r"output_tuple_indices = \[(\d*)\],\s*operand_index = (\d+)")
@@ -60,6 +60,8 @@ class Array:
     """The value of a constant scalar."""
     maker: "Operation | None" = None
     """None for what a body is given."""
+    mesh: str = ""
+    """The mesh over which it is split; empty if it is not."""
 
     @property
     def is_constant(self) -> bool:
@@ -205,13 +207,13 @@ class _Reader:
         """An array of a type that Shardy has split as it says."""
         if not isinstance(kind, ir.RankedTensorType):
             return Array((), "i0")  # a token, which orders effects
-        shape = list(kind.shape)
+        shape, mesh = list(kind.shape), ""
         if sharding is not None:
-            sizes = self.mesh(sharding)
+            sizes, mesh = self.mesh(sharding), str(sharding.mesh_or_ref)
             for at, each in enumerate(sharding.dimension_shardings):
                 parts = math.prod(_parts(axis, sizes) for axis in sdy.DimensionShardingAttr(each).axes)
                 shape[at] = -(-shape[at] // parts)
-        return Array(tuple(shape), str(kind.element_type))
+        return Array(tuple(shape), str(kind.element_type), mesh=mesh)
 
     def mesh(self, sharding: sdy.TensorShardingAttr) -> Mapping[str, int]:
         """The sizes of the axes of a sharding's mesh; none if it has no axes."""
@@ -249,6 +251,9 @@ class _Reader:
         pairs = zip(own.results, _shardings(own), strict=True)
         writes = [self.array(value.type, sharding) for value, sharding in pairs]
         source = "/".join(filter(None, (*self.scopes, _source(own))))
+        if kind in (Kind.VIEW, Kind.LIGHT) and reads and "" != reads[0].mesh != writes[0].mesh != "":
+            operations.append(moved := _between_meshes(reads[0], writes[0]))
+            reads = [*moved.writes, *reads[1:]]
         found = Operation(name=name, kind=kind, reads=reads, writes=writes, source=source)
         for write in writes:
             write.maker, write.host = found, name in MOVES and reads[0].host
@@ -332,6 +337,14 @@ class _Reader:
         sizes = self.mesh(sdy.TensorShardingAttr(own.attributes["out_sharding"]))
         axes = next((own.attributes[key] for key in ("reduction_axes", "params") if key in own.attributes), "")
         return math.prod(int(part or sizes[name]) for name, part in _AXES.findall(str(axes)))
+
+
+def _between_meshes(read: Array, like: Array) -> Operation:
+    """Give an array the layout of another over another mesh: Shardy leaves it to XLA, and most comes from others."""
+    moved = Array(like.shape, read.dtype, mesh=like.mesh)
+    sent = Sent(float(moved.bytes), 2)
+    moved.maker = Operation(name="collective_permute", kind=Kind.TRANSFER, reads=[read], writes=[moved], sent=sent)
+    return moved.maker
 
 
 def _source(own: ir.Operation) -> str:
