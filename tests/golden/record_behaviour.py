@@ -10,6 +10,7 @@ they may round differently and are not compared. Compiled plans need libtpu, and
 
 import argparse
 import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
 import io
@@ -103,7 +104,7 @@ def plan(config: str, machine: str, *, fast: bool) -> dict[str, Any]:
     """
     with contextlib.ExitStack() as stack:
         if fast:
-            by_form = lambda **given: PlanRequest(**given | {"form": True})  # noqa: E731
+            by_form = lambda **given: dataclasses.replace(PlanRequest(**given), form=True)  # noqa: E731
             stack.enter_context(mock.patch("podium.plan.command.PlanRequest", by_form))
         else:
             cache = stack.enter_context(tempfile.TemporaryDirectory())
