@@ -157,17 +157,17 @@ ONE_GPU = [
 
 
 def fast_plan(command: str) -> tuple[str, Seconds]:
-    """Memory and seconds of a step by the closed form, of a config on a machine with settings."""
+    """Memory and seconds of a step as traced, of a config on a machine with settings."""
     config, machine, *changes = command.split()
     given = load_settings([str(ROOT / "configs" / config)], changes).config
-    plan = make_plan(Planned.of(given, find_accelerator(machine)), fast=True)
+    plan = make_plan(Planned.of(given, find_accelerator(machine)), traced=True)
     usable = plan.hbm_bytes / GIB
     assert plan.step is not None
     return f"{usable - plan.spare_bytes / GIB:.1f} of {usable:.1f} GiB", plan.step
 
 
 @pytest.mark.parametrize("command", [each for each in ONE_GPU if "_lora.yaml" in each and "=" not in each])
-def test_a_config_for_one_gpu_begins_with_what_the_closed_form_says_and_so_does_the_readme(command):
+def test_a_config_for_one_gpu_begins_with_what_its_plan_says_and_so_does_the_readme(command):
     config, _ = command.split()
     memory, step = fast_plan(command)
     seconds = f"{step.value:.1f} s ({step.low:.1f}-{step.high:.1f}) a step"
@@ -178,7 +178,7 @@ def test_a_config_for_one_gpu_begins_with_what_the_closed_form_says_and_so_does_
 
 
 @pytest.mark.parametrize("command", ONE_GPU)
-def test_what_fits_one_gpu_is_what_the_closed_form_says(command):
+def test_what_fits_one_gpu_is_what_the_plans_say(command):
     memory, step = fast_plan(command)
     seconds = f"{step.value:.1f} s ({step.low:.1f} to {step.high:.1f})"
     rows = re.findall(r"^\| \d+ GB .*", (DOCS / "one-gpu.md").read_text(encoding="utf-8"), re.MULTILINE)

@@ -16,7 +16,6 @@ from podium.plan.calibration import Chip, find_chip
 from podium.plan.compiled.compile import OnProgress, cache_folder, compile_phases
 from podium.plan.compiled.compile_worker import CompiledPhase, Job
 from podium.plan.planned_device import Device, rate
-from podium.plan.report.formatting import number
 from podium.plan.report.plan_notes import explain, shapes_note
 from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.request.step_calls import Call, largest_calls, packed_run, step_calls
@@ -257,8 +256,8 @@ def carry_over(
         for work in (workload, alone)
     )
     gain = 1 - with_it.value / without.value
-    text = f"rollout.in_flight {rollout.in_flight:g} makes a step {number(with_it.value)} s instead of"
-    text += f" {number(without.value)} (estimated), with completions {workload.staleness:.1f} updates old on average"
+    text = f"rollout.in_flight {rollout.in_flight:g} makes a step {gain:.0%} shorter (estimated), with completions"
+    text += f" {workload.staleness:.1f} updates old on average"
     yield text if gain >= LEAST_GAIN else f"{text}: not worth it, set rollout.in_flight to 1"
 
 

@@ -50,7 +50,7 @@ def floor_on(name):
     """What `podium bench rollout` calls the floor on a machine of this name; None: a GPU that has no name here."""
     config = rollout.rollout_config("demo", 8, "auto", 16, 8, shards=1)
     rules = SimpleNamespace(on_cpu=False, mesh=None)
-    device = SimpleNamespace(rules=rules, params={})
+    device = SimpleNamespace(form=SimpleNamespace(rules=rules), params={})
     unknown = Machine(platform="gpu", devices=1, capability="8.0")
     machine = unknown if name is None else Machine.planned(find_accelerator(name))
     spec = resolve(config, tiny(vocab=512, max_positions=512), machine)

@@ -131,6 +131,20 @@ def test_a_function_of_each_number_is_computed_once_for_two_products():
     assert traced(lambda x, a: jnp.exp(x) @ a, *[whole(N, N)] * 2).temporary == 2 * SQUARE  # a GPU's library does not
 
 
+def test_a_gpu_s_product_widens_codes_itself_and_a_layer_s_are_copied_out_of_a_stack():
+    def product(x: jax.Array, codes: jax.Array) -> jax.Array:
+        return x @ codes.astype(jnp.bfloat16)
+
+    def layers(x: jax.Array, stack: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, codes: (product(x, codes), None), x, stack)[0]
+
+    x, small = jax.ShapeDtypeStruct((16, N), jnp.bfloat16), 16 * N * 2
+    one = traced(product, x, jax.ShapeDtypeStruct((N, N), jnp.int8)).cost.hbm_bytes
+    assert one == N * N + 2 * small
+    three = traced(layers, x, jax.ShapeDtypeStruct((3, N, N), jnp.int8)).cost.hbm_bytes
+    assert 3 * (3 * N * N) <= three <= 3 * (3 * N * N + 8 * small)  # read, written, and read by the product
+
+
 def test_a_result_is_written_over_a_donated_argument():
     assert traced(lambda x, w: x + w, whole(N, N), whole(N, N), donated=(0,)).temporary == 0
     assert traced(lambda x, w: x + w, whole(N, N), whole(N, N)).temporary == SQUARE

@@ -31,6 +31,8 @@ class Compiler:
     """Whether it converts what a loop only reads before the loop, for all rounds at once."""
     lanes: int
     """To how many elements the last dimension of a Pallas kernel's arrays is padded."""
+    products_widen: bool = False
+    """Whether products read numbers as they are stored in fewer bits, and widen them: XLA's Triton products do."""
     on_chip: int = 0
     """Bytes up to which a result stays on the chip: a quarter of a TPU core's 128 MiB, which holds a kernel's operands
     and results and what the next one reads at once."""
@@ -38,7 +40,7 @@ class Compiler:
 
 COMPILERS: Mapping[str, Compiler] = {
     "tpu": Compiler(products_compute=True, hoists=True, lanes=128, on_chip=32 * 2**20),
-    "gpu": Compiler(products_compute=False, hoists=False, lanes=1),
+    "gpu": Compiler(products_compute=False, hoists=False, lanes=1, products_widen=True),
     "cpu": Compiler(products_compute=False, hoists=False, lanes=1),
 }
 
@@ -85,12 +87,12 @@ def kernels(body: Body, compiler: Compiler) -> list[Kernel]:
         for operand in each.reads:
             for array, size in sources.get(operand, {operand: operand.bytes}).items():
                 read[array] = min(array.bytes, read.get(array, 0) + size)
+        if each.name in PARTS:
+            (write,) = each.writes
+            read = {array: min(size, write.bytes) for array, size in read.items()}
         if each.kind in SEPARATE or any(write in real for write in each.writes):
             parts = {array: size for array, size in read.items() if size < array.bytes}
             found.append(Kernel(each, list(read), list(each.writes), parts=parts))
-        elif each.name in PARTS:
-            (write,) = each.writes
-            sources[write] = {array: min(size, write.bytes) for array, size in read.items()}
         else:
             sources.update(dict.fromkeys(each.writes, {} if each.name == "constant" else read))
     found = _joined_siblings(found)
@@ -107,6 +109,8 @@ class _InMemory:
         """The arrays in memory from which each array is computed."""
         self.moved: dict[Array, bool] = {}
         """Whether an array is only moved or added from these."""
+        self.copied: set[Array] = set()
+        """Layers that are copied out of a stack, since their products cannot read them there."""
 
     def find(self) -> set[Array]:
         """The arrays that lie in memory."""
@@ -152,7 +156,9 @@ class _InMemory:
         """Whether a result that is needed in the kernels `into` lies in memory; each rule has its reason."""
         if operation.kind in (*SEPARATE, Kind.REDUCE):
             return True
-        if _is_part(operation) or operation.name == "constant":
+        if _is_part(operation):
+            return write in self.copied
+        if operation.name == "constant":
             return False
         if not self.sources[write] and _repeats_number(operation, self.users):
             return write in self.results
@@ -162,14 +168,28 @@ class _InMemory:
         read = sum(array.bytes for array in self.sources[write])
         free = self.moved[write] and read <= write.bytes
         if any(user.kind is Kind.PRODUCT for user in direct):
-            if (
-                not self.compiler.products_compute
-            ):  # a library's product reads arrays; it may read one number many times
-                return not (free and operation.name == "broadcast_in_dim")
+            if not self.compiler.products_compute:
+                # A library's product reads arrays; it may read one number many times.
+                return not (free and (self.widened(operation) or operation.name == "broadcast_in_dim"))
             if len(into) > 1 and not free:  # it would be computed for each tile of the product, and once more elsewhere
                 return True
         # What takes many instructions is computed once; what stands for many bytes is cheaper to write and read.
         return len(into) > 1 and (operation.kind is Kind.DEAR or read > REPEATED * write.bytes)
+
+    def widened(self, operation: Operation) -> bool:
+        """Whether products widen the numbers that an operation converts. A layer in the stack of all layers is copied
+        out of it first, as it is stored.
+        """
+        (write, *_) = operation.writes
+        sources = self.sources[write]
+        if operation.name != "convert" or not self.compiler.products_widen:
+            return False
+        if sum(each.bytes for each in sources) >= write.bytes:
+            return False
+        self.copied.update(
+            each for each in sources if (maker := each.maker) and _is_part(maker) and maker.reads[0].bytes > each.bytes
+        )
+        return True
 
 
 def _is_part(operation: Operation) -> bool:
