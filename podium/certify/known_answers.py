@@ -164,8 +164,10 @@ def _wrong_questions(config: TaskConfig, task: Task) -> int:
     """Number of generated questions with a wrong answer or grade, or that are in both splits, or twice in one."""
     wrong = 0
     pairs: dict[str, set[tuple[str, ...]]] = {}
+    asked: dict[str, set[str]] = {}
     for split in ("train", "eval"):
         prompts = task.prompts(split)
+        asked[split] = {each.question for each in prompts}
         found = [EXPRESSION.search(each.question) for each in prompts]
         read = [each.groups() for each in found if each is not None]
         wrong += len(prompts) - len(set(read))
@@ -174,7 +176,8 @@ def _wrong_questions(config: TaskConfig, task: Task) -> int:
             value = OPERATIONS[sign](int(a), int(b))
             right = prompt.answer == str(value) and task.grade(prompt, f"It is {value}.") == 1.0
             wrong += not right or task.grade(prompt, f"It is {value + 1}.") != 0.0
-    if config.name == "arithmetic":
+    wrong += len(asked["train"] & asked["eval"])
+    if config.name == "arithmetic":  # neither may the numbers of a question be those of another, turned around
         wrong += len(pairs["train"] & pairs["eval"]) + _wrong_shares(config, {s: len(task.prompts(s)) for s in pairs})
     return wrong
 

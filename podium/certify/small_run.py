@@ -302,7 +302,7 @@ def training_settings(subject: Subject) -> RunSettings:
     learning: dict[str, CriticConfig] = {}
     if subject.recipe.learns_values:
         own = config.critic or CriticConfig()
-        rate = {"learning_rate": changed["learning_rate"], "warmup_steps": CRITIC_WARMUP}
+        rate = {"learning_rate": changed["learning_rate"] / 2, "warmup_steps": CRITIC_WARMUP}  # not the policy's
         learning["critic"] = own.model_copy(update={**rate, "updates": max(own.updates, CRITIC_UPDATES)})
     return RunSettings(config.model_copy(update={**parts, **moving, **learning}), learning, moving)
 

@@ -5,13 +5,15 @@ import dataclasses
 import jax
 from planted_runs import Plant
 
+from podium.config.critic_section import CriticConfig
 from podium.models import decoder
 from podium.models.files import gguf, names, peft
 from podium.observe import stats
-from podium.run import resolve
+from podium.run import resolve, roles
 from podium.sampling import demonstrations, groups
 from podium.tasks import known_sets, mixture, preferences, question_files
 from podium.tasks.code import code_blocks
+from podium.tasks.games.calculator_task import CalculatorTask
 from podium.train import learner
 from podium.train.batches import prepare
 from podium.train.checkpoints import step_files
@@ -200,3 +202,21 @@ def critic_s_rates_counted_by_its_updates() -> Plant:
         return dataclasses.replace(state, opt_state=(*rules, schedule._replace(count=schedule.count)))
 
     return learner, "at_schedule_step", planted
+
+
+def critic_at_the_policy_s_rate() -> Plant:
+    original = roles._critic
+
+    def planted(config, recipe, decoder):
+        rate = {"learning_rate": config.train.optimizer.learning_rate}
+        critic = (config.critic or CriticConfig()).model_copy(update=rate)
+        return original(config.model_copy(update={"critic": critic}), recipe, decoder)
+
+    return roles, "_critic", planted
+
+
+def evaluated_questions_trained() -> Plant:
+    """The questions of the evaluation are among those of the training."""
+
+    original = CalculatorTask.prompts
+    return CalculatorTask, "prompts", lambda task, split: [*original(task, "eval"), *original(task, split)][: task.size]

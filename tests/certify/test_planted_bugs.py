@@ -322,6 +322,8 @@ SLOW: dict[Callable[[], Plant], Named] = {
     planted_reading.critic_s_rates_counted_by_its_updates: Named(
         training_checks, "new weights of the critic", "valued"
     ),
+    planted_reading.critic_at_the_policy_s_rate: Named(training_checks, "new weights of the critic", "valued"),
+    planted_reading.evaluated_questions_trained: Named(formula_checks, "grades", "talk"),
 }
 README = Path(__file__).parents[2] / "README.md"
 BUGS = {**QUICK, **SLOW}
@@ -370,6 +372,10 @@ def code_check() -> Check:
     return grades_check([TaskConfig(name="code")])
 
 
+def calculator_check() -> Check:
+    return grades_check([TaskConfig(name="calculator")])
+
+
 @pytest.mark.parametrize(
     ("bug", "check"),
     [
@@ -382,6 +388,7 @@ def code_check() -> Check:
         (planted_reading.sides_of_conversations_swapped, rows_check),
         (planted_reading.keys_and_values_swapped_in_files, files_check),
         (planted_reading.first_block_of_code_graded, code_check),
+        (planted_reading.evaluated_questions_trained, calculator_check),
     ],
 )
 def test_a_check_without_a_model_is_red_with_its_bug_alone(bug, check, monkeypatch):
