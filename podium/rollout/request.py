@@ -2,14 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
-Counts = TypeVar("Counts", bound="DataclassInstance")
+class _Dataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+Counts = TypeVar("Counts", bound=_Dataclass)
 FinishReason = Literal["stop", "length"]
 StopReason = Literal["stop", "length", "turns", "drawn", "calls", "timeout", "failed"]
 """Why a conversation ended: its natural end, a full context, a limit of `rollout.limits`, or a failure."""
