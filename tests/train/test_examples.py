@@ -110,7 +110,7 @@ def test_the_notebook_for_kaggle_runs(tiny_model, tmp_path, monkeypatch):
         monkeypatch.setenv(f"PODIUM_{name}", value)
     monkeypatch.chdir(tmp_path)
     shown = pages(run_cells(found))
-    assert ">fits (closed-form estimate)<" in shown and "data:image/svg+xml" in shown
+    assert ">fits (traced)<" in shown and "data:image/svg+xml" in shown
     assert (tmp_path / "report.html").exists() and (tmp_path / "model" / "config.json").exists()
 
 
