@@ -13,9 +13,9 @@ benches/results/traced-planned.json.
 
 With --blind SEED updates are drawn instead whose trace needs nine tenths to eleven tenths of a TPU's memory: all
 presets (one in eight with layers of several kinds), every mesh, adapters on each base, each remat, row groups, moments
-on the host, attention as a kernel and without, up to 16k tokens. Each is compiled; its figures are written as soon as
-it is done to benches/results/traced-blind-SEED-planned.json. Draw with a seed that nobody has looked at before;
---again traces what it drew anew, and compiles nothing.
+on the host, attention as a kernel and without, up to 16k tokens. Each is compiled, and its figures are written to
+benches/results/traced-blind-SEED-planned.json before the next is drawn. Use a seed for which no figures have been seen
+yet. --again repeats the traces for the recorded updates of a seed, and compiles nothing.
 """
 
 import json
@@ -57,7 +57,7 @@ BLIND_COUNT, BLIND_NEAR = 30, (0.9, 1.1)
 BLIND_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 MOST_ROWS = 256
 EACH_PATTERN = 8
-"""One update of so many is drawn among models with layers of several kinds, which take a minute to compile."""
+"""Models with layers of several kinds take a minute to compile, so only one update in eight is of such a model."""
 
 
 class Case(NamedTuple):
@@ -180,7 +180,7 @@ def _draw(source: random.Random, *, patterns: bool) -> tuple[str, dict[str, Any]
 
 
 def _with_rows(settings: dict[str, Any], machine: str, share: float) -> Drawn | None:
-    """The settings with so many rows that the trace needs about a share of the memory; None if no number does.
+    """The settings with a number of rows for which the trace needs about `share` of the memory; None if there is none.
 
     Two sizes are traced, and a third is found on the line through them. Raises ValueError where settings exclude each
     other.

@@ -103,7 +103,7 @@ class _Rows(NamedTuple):
     attended: float
 
     def call(self, program: str, form: PhaseEstimate, times: float = 1.0) -> Call:
-        """The calls of a program that goes over each of these batches so many `times`."""
+        """The calls of a program that runs `times` times on each of these batches."""
         calls = self.batches * times
         name = shaped(program, self.shape)
         found = _call(self.run, name, form, calls, rounds=self.rounds, repeats=calls * self.rounds)

@@ -1,8 +1,8 @@
 """How far the memory of a traced program may be from the compiler's, by kind of program. No jax.
 
-The figures are the extremes of `benches.traced`: of recorded programs, and of updates that were drawn by seeds nobody
-had seen, and compiled. A plan says that a run fits, or that it does not, only where the whole range lies on one side of
-the memory; otherwise it compiles the programs that decide.
+Each figure is the largest error that `benches.traced` found: in recorded programs, and in updates that a random seed
+drew after the rules of traces were written. A plan says that a run fits, or that it does not, only where the whole
+range lies on one side of the memory; otherwise it compiles the programs that decide.
 """
 
 from typing import NamedTuple
