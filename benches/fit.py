@@ -110,7 +110,7 @@ def measure(name: str) -> dict[str, Any]:
     row |= {"estimated": found.estimated, "tried": tried, "settings": None}
     if best is None:
         return row
-    estimate = study.plan(best.case, fast=True)
+    estimate = study.plan(best.case, closed_form=True)
     assert best.plan.step is not None and estimate.step is not None
     return row | {
         "settings": [str(change) for change in best.case.changes],

@@ -273,7 +273,12 @@ class Exhaustive:
 
     def plan(self, config: Config, *, fast: bool = False) -> Plan:
         """The plan of the run with these settings, compiled or by the closed form."""
-        return make_plan(Planned.of(config, self.accelerator), lengths=self.lengths, fast=fast, largest=not fast)
+        return make_plan(
+            Planned.of(config, self.accelerator),
+            lengths=self.lengths,
+            by="closed_form" if fast else "compiler",
+            largest=not fast,
+        )
 
     def seconds(self, plan: Plan) -> float:
         """Of a step."""

@@ -56,8 +56,8 @@ def planned(name: str) -> dict[str, Any]:
     compiled = compile_jobs(make_jobs(run, names))
     code = sum(each.memory.code for each in compiled)
     estimated = {each.name: each for each in estimate(run.sizes)}
-    plan = study.plan(case, fast=True)
-    worst_full = Study(Subject(model=model)).plan(case, fast=True).worst
+    plan = study.plan(case, closed_form=True)
+    worst_full = Study(Subject(model=model)).plan(case, closed_form=True).worst
     assert plan.step is not None
     verdict = judge((each.device_bytes + code for each in compiled), accelerator.hbm_bytes)
     return {

@@ -43,7 +43,7 @@ def planned(case: str) -> dict[str, Any]:
     config, without = configs(case)
     accelerator = find_accelerator(TPU)
     plan = make_plan(Planned.of(config, accelerator), progress=show_progress)
-    alone, fast = (make_plan(Planned.of(each, accelerator), fast=True) for each in (without, config))
+    alone, fast = (make_plan(Planned.of(each, accelerator), by="closed_form") for each in (without, config))
     return {
         "tpu": TPU,
         "verdict": plan.verdict,

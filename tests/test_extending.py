@@ -66,7 +66,7 @@ def test_a_model_is_an_entry(monkeypatch):
     config = load_settings([], ["model=mine/small", RUN[1]], {}).config
     assert find_architecture("mine/small") == preset
     small, whole = (
-        make_plan(Planned.of(each, find_accelerator("v6e-8")), fast=True)
+        make_plan(Planned.of(each, find_accelerator("v6e-8")), by="closed_form")
         for each in (config, load_settings([], RUN, {}).config)
     )
     assert small.spare_bytes > whole.spare_bytes
@@ -77,7 +77,7 @@ def test_an_accelerator_is_an_entry(monkeypatch, new_accelerators):
     monkeypatch.setitem(accelerators.GPUS, "r100", new)  # pyright: ignore[reportArgumentType]
     assert 0.86 * 280 * 2**30 < find_accelerator("r100-8").hbm_bytes < 0.9 * 280 * 2**30
     config = load_settings([], [*RUN, "rollout.prefill_rows=16"], {}).config
-    plan = make_plan(Planned.of(config, find_accelerator("h200-16")), fast=True)
+    plan = make_plan(Planned.of(config, find_accelerator("h200-16")), by="closed_form")
     assert (plan.devices, plan.verdict) == (16, "fits")
 
 
@@ -115,7 +115,7 @@ def test_the_planner_reads_the_axes_of_a_layout_and_not_its_name(monkeypatch):
     for layout in ROLLOUT_LAYOUTS:
         config = load_settings([], [*RUN, "mesh=fsdp:4,tp:2", f"rollout.layout={layout}"], {}).config
         runs[layout] = Planned.of(config, v6e, decoder).sizes
-        plans[layout] = make_plan(Planned.of(config, v6e), fast=True)
+        plans[layout] = make_plan(Planned.of(config, v6e), by="closed_form")
     assert plans["renamed"].phases == plans["maxtext"].phases != plans["replicated"].phases
     held = {layout: run.rollout_weight_bytes / runs["replicated"].rollout_weight_bytes for layout, run in runs.items()}
     assert held["mixed"] == pytest.approx(1 / 8, rel=1e-2)  # norms are whole

@@ -160,7 +160,7 @@ def fast_plan(command: str) -> tuple[str, Seconds]:
     """Memory and seconds of a step as traced, of a config on a machine with settings."""
     config, machine, *changes = command.split()
     given = load_settings([str(ROOT / "configs" / config)], changes).config
-    plan = make_plan(Planned.of(given, find_accelerator(machine)), traced=True)
+    plan = make_plan(Planned.of(given, find_accelerator(machine)), by="trace")
     usable = plan.hbm_bytes / GIB
     assert plan.step is not None
     return f"{usable - plan.spare_bytes / GIB:.1f} of {usable:.1f} GiB", plan.step

@@ -150,7 +150,12 @@ class Planner:
         """The plan of a sample with the shares of `chip`."""
         path = self.folder / f"{sample.name}-{id(sample)}.jsonl"
         path.write_text(to_json(sample.lengths) + "\n", encoding="utf-8")
-        return make_plan(Planned.of(sample.config, self.machine), fast=self.fast, lengths=str(path), chip=chip)
+        return make_plan(
+            Planned.of(sample.config, self.machine),
+            by="closed_form" if self.fast else "compiler",
+            lengths=str(path),
+            chip=chip,
+        )
 
     def step_s(self, sample: Sample, chip: Chip) -> float:
         """Planned seconds of a sample's step."""

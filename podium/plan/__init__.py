@@ -39,4 +39,4 @@ def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = Fal
     found = subject.load(base=subject.defaults(machine, lengths))
     run = Planned.of(found.config, machine, recipe=found.recipe)
     check_divisible(run.sizes.spec)
-    return make_plan(run, traced=fast, lengths=lengths)
+    return make_plan(run, by="trace" if fast else "compiler", lengths=lengths)

@@ -107,12 +107,14 @@ def plan(
     if check is not None or not config or on is None:
         _fail("give CONFIG and --on, as `podium plan run.yaml --on v6e-8`, or --check RUN alone", status=2)
     subject = Subject.named(config, settings or ())
+    by = "trace" if fast else "compiler"
+    if fast is None and subject.model is not None:
+        by = "closed_form"  # the first answer about a model needs no jax
     request = PlanRequest(
         subject=subject,
         on=on,
         search=Search(largest=search, compare=compare, fit=fit, write=write, suggest=suggest),
-        fast=subject.model is not None if fast is None else fast,
-        form=subject.model is not None and fast is None,
+        by=by,
         lengths=lengths,
         steps=steps,
         prices=prices,

@@ -37,6 +37,7 @@ from podium.plan.report.write import write_config
 from podium.plan.request.candidate import Case, Change
 from podium.plan.request.plan_subject import Subject
 from podium.plan.request.topology import check_compiler
+from podium.plan.result import By
 from podium.plan.search.fit import Fit, Fitted
 from podium.plan.search.largest import find_largest
 from podium.plan.search.ranking import AUTO, rank_machines, ranked, suggestions
@@ -71,10 +72,7 @@ class PlanRequest:
     on: str
     """Machine names separated by commas, or auto."""
     search: Search = Search()
-    fast: bool = False
-    """Whether to trace programs, and to compile only those that decide."""
-    form: bool = False
-    """With `fast`: whether the closed form is enough, as for the first answer about a model without a config."""
+    by: By = "compiler"
     lengths: str | None = None
     """None: GSM8K's are assumed."""
     steps: int | None = None
@@ -107,8 +105,7 @@ def plan_command(request: PlanRequest) -> int:
     study = Study(
         request.subject,
         lengths=request.lengths or "gsm8k",
-        fast=request.fast,
-        form=request.form,
+        by=request.by,
         steps=request.steps,
         prices=load_prices(request.prices),
     )
@@ -204,7 +201,7 @@ def _first_lines(study: Study, outcome: Outcome) -> list[ReportSection]:
     machine = outcome.case.machine
     plan = outcome.plan
     lines: list[Line] = []
-    if not study.fast and (warning := parted(plan, study.plan(outcome.case, fast=True))):
+    if not study.fast and (warning := parted(plan, study.plan(outcome.case, closed_form=True))):
         lines.append(Line(text=warning))
     if defaults := study.defaults(machine):
         chosen = " ".join(f"{key}={dump_value(value)}" for key, value, _ in defaults[1:])
@@ -230,7 +227,7 @@ def _fitted(study: Study, case: Case, *, all_others: bool) -> Fitted:
 def _fit(study: Study, case: Case, path: Path | None) -> Answer:
     """The fastest settings that fit a machine; written to a file if there is a path."""
     found = _fitted(study, case, all_others=True)
-    outcome = found.best or study.of(case, fast=True)
+    outcome = found.best or study.of(case, closed_form=True)
     if found.best is not None and path is not None:
         _write(study, found.best, path)
     sections = [*fit_sections(found, alone=True), *plan_sections(outcome)[1:]]

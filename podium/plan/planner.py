@@ -21,7 +21,7 @@ from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.request.step_calls import Call, largest_calls, packed_run, step_calls
 from podium.plan.request.topology import compiler_versions
 from podium.plan.request.workload import Replies, SequenceLengths, Workload, no_rollout, simulate_rollout
-from podium.plan.result import Phase, Plan, Seconds, judge_phases, part_of, total
+from podium.plan.result import By, Phase, Plan, Seconds, judge_phases, part_of, total
 from podium.plan.traced.fast_answer import fast_programs
 
 ROLLOUT = ("sync", "prefill", "copy", "decode")
@@ -45,8 +45,7 @@ Compiling = Callable[[Mapping[str, float]], Mapping[str, CompiledPhase]]
 def make_plan(
     planned: Planned,
     *,
-    fast: bool = False,
-    traced: bool = False,
+    by: By = "compiler",
     lengths: str = "gsm8k",
     progress: OnProgress | None = None,
     chip: Chip | None = None,
@@ -57,9 +56,8 @@ def make_plan(
 
     Args:
         planned: the run on a machine.
-        fast: use only the closed form, which orders the candidates of searches.
-        traced: trace the largest program of each phase, and compile only those of which the trace does not tell whether
-            they fit.
+        by: `compiler`: compile every program. `trace`: trace the largest program of each phase, and compile only those
+            of which the trace does not tell whether they fit. `closed_form`: neither, to order candidates of a search.
         lengths: source of prompt and completion lengths, as for `draw_lengths`.
         progress: called when a phase's compilation begins, repeatedly while it runs, and when it ends.
         chip: constants of a device; unset: those of its generation. A CPU has none until `podium calibrate` wrote them,
@@ -80,9 +78,9 @@ def make_plan(
         return fast_programs(run, make_jobs(planned, programs), may_compile=is_compiled(run), progress=progress)
 
     run = planned.sizes
-    if traced:
+    if by == "trace":
         return plan_run(run, lengths=lengths, chip=chip, compiling=tracing, largest=True)
-    estimated = fast or not is_compiled(run)
+    estimated = by == "closed_form" or not is_compiled(run)
     return plan_run(run, lengths=lengths, chip=chip, compiling=None if estimated else compiling, largest=largest)
 
 

@@ -27,6 +27,8 @@ _PART_OF = {
 }
 Verdict = Literal["fits", "does_not_fit", "too_close"]
 BoundBy = Literal["compute", "hbm", "ici", "latency", "host", ""]
+By = Literal["compiler", "trace", "closed_form"]
+"""What a plan's figures come from. With `trace`, programs that decide whether the run fits are compiled too."""
 TOO_CLOSE = 0.03  # largest relative difference seen between the compiler's figure and a device's measurement
 ESTIMATE_TOO_CLOSE = 0.08  # largest share by which the closed form was seen to fall below the compiler's figure
 

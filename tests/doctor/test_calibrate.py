@@ -54,7 +54,9 @@ def write_run(folder: Path, settings: Config, machine: str = "8 x TPU v6 lite", 
     (folder / "config.yaml").write_text(to_yaml(settings.document(), {}))
     (folder / "machine.json").write_text(json.dumps({"text": machine}))
     (folder / "lengths.jsonl").write_text(json.dumps(LENGTHS) + "\n")
-    plan = make_plan(Planned.of(settings, V6E_8), fast=True, lengths=str(folder / "lengths.jsonl"), chip=true_chip())
+    plan = make_plan(
+        Planned.of(settings, V6E_8), by="closed_form", lengths=str(folder / "lengths.jsonl"), chip=true_chip()
+    )
     assert plan.step is not None
     took = dict.fromkeys(KINDS, 0.0)
     for phase in plan.phases:
@@ -99,7 +101,7 @@ def test_shares_of_runs_are_found_written_and_used(runs, monkeypatch, capsys):
     written = json.loads(user_file("v6e").read_text())
     assert written["calibration"]["update"]["source"] == "Measured: 3 runs (first, slots, rows)"
     assert "3 runs, 3 steps, off by 0% (each by the others), by the closed form; memory 1.05" in written["about"]
-    plan = make_plan(Planned.of(config(), V6E_8), fast=True)
+    plan = make_plan(Planned.of(config(), V6E_8), by="closed_form")
     assert plan.calibration == written["about"]
     assert load_chip("v6e").calibration["ici"] == load_chip_without(monkeypatch).calibration["ici"]
 
@@ -111,7 +113,7 @@ def load_chip_without(monkeypatch) -> Chip:
 
 def test_a_plan_without_the_users_figures_names_those_of_the_package(monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", "/none")
-    assert make_plan(Planned.of(config(), V6E_8), fast=True).calibration == "podium/chips/v6e.json"
+    assert make_plan(Planned.of(config(), V6E_8), by="closed_form").calibration == "podium/chips/v6e.json"
 
 
 def test_a_range_holds_what_runs_differ_by_and_one_run_has_that_of_the_package():

@@ -104,7 +104,7 @@ def plan(config: str, machine: str, *, fast: bool) -> dict[str, Any]:
     """
     with contextlib.ExitStack() as stack:
         if fast:
-            by_form = lambda **given: dataclasses.replace(PlanRequest(**given), form=True)  # noqa: E731
+            by_form = lambda **given: dataclasses.replace(PlanRequest(**given), by="closed_form")  # noqa: E731
             stack.enter_context(mock.patch("podium.plan.command.PlanRequest", by_form))
         else:
             cache = stack.enter_context(tempfile.TemporaryDirectory())

@@ -140,11 +140,11 @@ class MadeStudy(Study):
         peak: Callable[[Case, str], Peak] | None = None,
     ) -> None:
         """`make(case, fast)` plans a case; `peak(case, phase)` compiles its program of this phase."""
-        super().__init__(Subject(), fast=fast)
+        super().__init__(Subject(), by="closed_form" if fast else "compiler")
         self.make, self.made_run, self.made_cost, self.made_peak = make, run, cost, peak
 
-    def plan(self, case: Case, *, fast: bool = False, **_: Any) -> Plan:
-        return self.make(case, fast or self.fast)
+    def plan(self, case: Case, *, closed_form: bool = False, **_: Any) -> Plan:
+        return self.make(case, closed_form or self.fast)
 
     def run(self, case: Case) -> Planned:
         assert self.made_run is not None, "no run is asked for"

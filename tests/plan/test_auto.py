@@ -165,7 +165,7 @@ def test_the_fastest_rows_and_slots_that_fit_are_taken(machine, fits):
     settings = subject.defaults(accelerator)
     config = subject.load(base=settings).config
     assert {each.key: each.value for each in settings}["rollout.slots"] == config.rollout.slots
-    assert (make_plan(Planned.of(config, accelerator), fast=True).verdict == "fits") is fits
+    assert (make_plan(Planned.of(config, accelerator), by="closed_form").verdict == "fits") is fits
     if not fits:
         assert (config.train.rows_per_device, config.rollout.slots) == (1, 16)
 

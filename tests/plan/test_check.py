@@ -41,7 +41,7 @@ def spec_3b() -> RunSpec:
 
 
 def made_at_start() -> Plan:
-    return make_plan(Planned.of(config_3b(), V6E_8, QWEN_3B), fast=True)
+    return make_plan(Planned.of(config_3b(), V6E_8, QWEN_3B), by="closed_form")
 
 
 @pytest.mark.parametrize(

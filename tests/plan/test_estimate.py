@@ -348,7 +348,7 @@ def test_a_plan_counts_the_rows_of_a_teacher_with_longer_prompts():
     calls = []
     for more in ({}, own):
         made = config(**settings, teacher={"model": "Qwen/Qwen3-8B", **more})
-        found = make_plan(Planned.of(made, find_accelerator("v6e-8")), fast=True)
+        found = make_plan(Planned.of(made, find_accelerator("v6e-8")), by="closed_form")
         calls.append({each.name: each for each in found.phases})
     assert calls[0]["update"].seconds == calls[1]["update"].seconds
     assert 1.5 < calls[1]["teacher"].flops / calls[0]["teacher"].flops < 6

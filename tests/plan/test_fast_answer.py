@@ -186,7 +186,7 @@ def test_a_traced_phase_is_judged_by_its_range(low, high, verdict):
 
 def test_a_program_that_cannot_be_read_is_left_to_the_closed_form(monkeypatch):
     monkeypatch.setattr(fast_answer, "trace_phases", lambda jobs: ["holds the operation x"] * len(jobs))
-    found = make_plan(planned(), traced=True)
+    found = make_plan(planned(), by="trace")
     assert not found.traced and found.estimate_only
 
 
@@ -211,7 +211,7 @@ def test_a_process_that_fails_is_an_error_that_names_its_programs(tmp_path, monk
 def test_a_traced_plan_is_near_the_compiled_one(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = load_settings([PLANS.parents[3] / "configs" / "demo.yaml"], [], {}).config
-    found = make_plan(Planned.of(config, find_accelerator("v6e-1")), traced=True)
+    found = make_plan(Planned.of(config, find_accelerator("v6e-1")), by="trace")
     assert found.traced and found.estimate_only and found.verdict == "fits"
     recorded = json.loads(PLANS.read_text())["configs/demo.yaml v6e-1"]
     compiled = {phase["name"]: phase for phase in recorded["phases"]}

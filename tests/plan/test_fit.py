@@ -41,7 +41,7 @@ def fitted(
     machine: str, *given: str, lengths: str = "gsm8k", fixed: Sequence[str] = (), all_others: bool = False
 ) -> Fitted:
     """The fastest settings by the closed form."""
-    study = Study(Subject(settings=given), lengths=lengths, fast=True)
+    study = Study(Subject(settings=given), lengths=lengths, by="trace")
     return Fit(study=study, now=Case(find_accelerator(machine)), fixed=fixed).find(all_others=all_others)
 
 

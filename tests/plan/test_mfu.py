@@ -19,7 +19,7 @@ def make_config(**train) -> Config:
 @pytest.mark.parametrize(("dtype", "peak"), [("bfloat16", "flops_bf16"), ("float32", "flops_f32")])
 def test_a_plan_s_mfu_is_the_real_work_over_the_peak_in_the_update_s_time(dtype, peak):
     config, accelerator = make_config(dtype=dtype), find_accelerator("v6e-8")
-    plan = make_plan(Planned.of(config, accelerator), fast=True)
+    plan = make_plan(Planned.of(config, accelerator), by="closed_form")
     lengths = draw_lengths("gsm8k", config.rollout, prompts=config.prompts_per_step, completions=config.group_size)
     work = step_work(lengths.prompts.tolist(), lengths.completions.tolist())
     ideal = update_flops(preset_decoder(MODEL), work) / 8 / getattr(load_chip("v6e").peaks, peak)
@@ -32,9 +32,9 @@ def test_a_plan_s_mfu_is_the_real_work_over_the_peak_in_the_update_s_time(dtype,
 
 def test_padding_and_what_is_made_again_do_not_raise_it():
     accelerator = find_accelerator("v6e-8")
-    plain = make_plan(Planned.of(make_config(remat="none"), accelerator), fast=True).mfu
-    again = make_plan(Planned.of(make_config(remat="layer"), accelerator), fast=True).mfu
-    padded = make_plan(Planned.of(make_config(remat="none", packing="none"), accelerator), fast=True).mfu
+    plain = make_plan(Planned.of(make_config(remat="none"), accelerator), by="closed_form").mfu
+    again = make_plan(Planned.of(make_config(remat="layer"), accelerator), by="closed_form").mfu
+    padded = make_plan(Planned.of(make_config(remat="none", packing="none"), accelerator), by="closed_form").mfu
     assert plain is not None
     assert again is not None
     assert padded is not None

@@ -75,8 +75,8 @@ def planner(monkeypatch):
         compiled: Any = staticmethod(lambda config: plan())
         closed_form: Any = staticmethod(lambda config: estimated())
 
-        def __call__(self, run, *, fast=False, lengths="gsm8k", progress=None, whole=(), largest=False) -> Plan:
-            config, accelerator = run.config, run.sizes.accelerator
+        def __call__(self, run, *, by="compiler", lengths="gsm8k", progress=None, whole=(), largest=False) -> Plan:
+            config, accelerator, fast = run.config, run.sizes.accelerator, by == "closed_form"
             self.calls.append((config, accelerator.name, fast))
             if not fast and progress is not None:
                 for state, done in (("compiling", 0), ("compiled", 1)):

@@ -370,7 +370,8 @@ def test_transfers_of_a_slice_of_unknown_wiring_may_have_all_links_of_a_chip():
         [ROOT / "configs" / "gsm8k.yaml"], ["rollout.slots=256", "rollout.prefill_rows=256"], {}
     ).config
     known, unknown = (
-        make_plan(Planned.of(config, find_accelerator(name)), fast=True).phase("sync") for name in ("v6e-256", "v6e-8")
+        make_plan(Planned.of(config, find_accelerator(name)), by="closed_form").phase("sync")
+        for name in ("v6e-256", "v6e-8")
     )
     link = load_chip("v6e").calibration["ici"]
     assert known.seconds and unknown.seconds and known.bound_by == unknown.bound_by == "ici"
@@ -396,7 +397,7 @@ def test_two_slices_hold_what_one_does_and_sum_gradients_over_the_network():
     assert two.sizes.own_count == one.sizes.own_count
     assert network_bytes(two.sizes, "update", 10**6) == 2 * 4 * two.sizes.own_count // 2
     assert network_bytes(two.sizes, "decode", 10**6) == network_bytes(one.sizes, "update", 10**6) == 0
-    plans = [make_plan(each, fast=True) for each in (one, two)]
+    plans = [make_plan(each, by="closed_form") for each in (one, two)]
     assert plans[1].devices == 2 * plans[0].devices
 
 
@@ -409,7 +410,7 @@ def test_a_search_for_a_cut_counts_where_sampling_is_cut():
 
 
 def test_a_gpus_memory_is_said_to_be_uncalibrated():
-    plan = make_plan(Planned.of(tiny_config(), find_accelerator("h100-8"), DECODER), fast=True)
+    plan = make_plan(Planned.of(tiny_config(), find_accelerator("h100-8"), DECODER), by="closed_form")
     assert plan.estimate_only
     assert plan.notes[0].startswith("usable is 90% of 79.1 GiB") and "Only an H100 was measured" in plan.notes[0]
     assert plan.step is not None
@@ -426,7 +427,7 @@ def test_a_gpus_memory_is_said_to_be_uncalibrated():
 
 def test_a_config_that_does_not_fit_says_by_how_much():
     config = load_settings([ROOT / "configs" / "gsm8k_qwen3_8b.yaml"], [], {}).config
-    plan = make_plan(Planned.of(config, find_accelerator("v6e-4")), fast=True)
+    plan = make_plan(Planned.of(config, find_accelerator("v6e-4")), by="closed_form")
     assert plan.verdict == "does_not_fit"
     assert plan.spare_bytes == plan.hbm_bytes - plan.worst.bytes < 0
     assert not plan.worst.fits
@@ -458,7 +459,9 @@ def test_the_plan_says_whether_carrying_completions_over_pays(lengths, verdict):
     settings = ["prompts_per_step=16", "group_size=8", "rollout.slots=192", "rollout.in_flight=1.5"]
     config = load_settings([ROOT / "configs" / "gsm8k.yaml"], settings, {}).config
     (note,) = (
-        note for note in make_plan(Planned.of(config, V6E), fast=True, lengths=lengths).notes if "in_flight" in note
+        note
+        for note in make_plan(Planned.of(config, V6E), by="closed_form", lengths=lengths).notes
+        if "in_flight" in note
     )
     assert re.search(r"^rollout\.in_flight 1\.5 makes a step \d+% shorter .*" + verdict, note)
 
@@ -469,7 +472,7 @@ def test_conversations_are_planned_with_their_replies():
     changes += ["rollout.in_flight=1"]
     config = load_settings([ROOT / "configs" / "gsm8k.yaml"], changes, {}).config
     fast, slow, single = (
-        make_plan(Planned.of(config, V6E), fast=True, lengths=f"fixed:64{talk}")
+        make_plan(Planned.of(config, V6E), by="closed_form", lengths=f"fixed:64{talk}")
         for talk in (",turns:3,reply:40,seconds:0.01", ",turns:3,reply:40,seconds:20", "")
     )
     for plan in (fast, slow):
@@ -483,13 +486,13 @@ def test_conversations_are_planned_with_their_replies():
     assert single.environments is None
     assert any("conversations of 3 answers, replies of 40 tokens after 20 s" in note for note in slow.notes)
     tools = load_settings([ROOT / "configs" / "tools.yaml"], [], {}).config
-    notes = make_plan(Planned.of(tools, find_accelerator("v6e-1")), fast=True).notes
+    notes = make_plan(Planned.of(tools, find_accelerator("v6e-1")), by="closed_form").notes
     assert any("each prompt is planned with one answer: --lengths" in note for note in notes)
 
 
 def test_a_rollout_s_rate_is_its_tokens_over_its_devices_time_and_less_than_that_of_full_slots():
     config = load_settings([ROOT / "configs" / "gsm8k.yaml"], [], {}).config
-    found = make_plan(Planned.of(config, find_accelerator("v6e-8")), fast=True)
+    found = make_plan(Planned.of(config, find_accelerator("v6e-8")), by="closed_form")
     seconds = sum(each.seconds.value for each in found.phases if each.name in ROLLOUT and each.seconds)
     assert found.rollout_rate and found.full_slots_rate
     assert found.rollout_rate.value == pytest.approx(found.workload.completion_tokens / 8 / seconds)
@@ -510,7 +513,7 @@ def test_a_step_that_learns_from_data_has_no_rollout(recipe):
     config = load_settings([ROOT / "configs" / "gsm8k.yaml"], ["rollout.in_flight=1"], {}).config
     config = Config.model_validate({**config.model_dump(mode="json"), **changes, "group_size": group_size})
     found = make_plan(
-        Planned.of(config, find_accelerator("v6e-8")), fast=True, lengths="gsm8k,turns:2,reply:20,seconds:2"
+        Planned.of(config, find_accelerator("v6e-8")), by="closed_form", lengths="gsm8k,turns:2,reply:20,seconds:2"
     )
     times = step_parts(found)
     assert sorted(name for name, _ in times) == sorted(parts)
@@ -524,7 +527,7 @@ def test_a_step_that_learns_from_data_has_no_rollout(recipe):
 @pytest.mark.parametrize(("head_dim", "times"), [(64, None), (80, "1.60"), (96, "1.33"), (128, None)])
 def test_a_plan_says_how_much_more_a_padded_cache_takes(head_dim, times):
     numbers = {"vocab": 512, "width": 256, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_width": 512}
-    notes = make_plan(Planned.of(tiny_config(), V6E, decoder_of(**numbers, head_dim=head_dim)), fast=True).notes
+    notes = make_plan(Planned.of(tiny_config(), V6E, decoder_of(**numbers, head_dim=head_dim)), by="closed_form").notes
     found = [note for note in notes if "KV cache takes" in note]
     assert len(found) == (times is not None)
     assert all(f"takes {times} times" in note for note in found)
@@ -547,6 +550,6 @@ def test_a_gpu_whose_kernel_cannot_decode_is_named_in_the_plan_and_as_the_run_be
         lines: list[str] = []
         feed = SimpleNamespace(tasks=SimpleNamespace(labels=[]), dialogues=[])
         say_what_was_chosen(planned.sizes.spec, [], feed, SimpleNamespace(say=lines.append))  # pyright: ignore[reportArgumentType]
-        for texts in (make_plan(planned, fast=True).notes, lines):
+        for texts in (make_plan(planned, by="closed_form").notes, lines):
             found = [text for text in texts if text.startswith("decode: XLA reads the cache")]
             assert [text.endswith(expected) for text in found] == ([True] if expected else [])

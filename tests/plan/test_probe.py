@@ -87,7 +87,7 @@ def test_a_probe_has_the_largest_of_its_programs_and_any_refusal(monkeypatch):
 def test_a_probe_by_the_closed_form_compiles_nothing(monkeypatch):
     monkeypatch.setattr(study, "compile_jobs", None)
     asked = [(each, ["update"]) for each in (NOW, case(train__rows_per_device=16))]
-    few, many = Settings(Subject(), fast=True).peaks(asked)
+    few, many = Settings(Subject(), by="trace").peaks(asked)
     assert few.bytes < many.bytes and not few.compiled and not many.refused
 
 

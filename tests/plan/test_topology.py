@@ -222,7 +222,7 @@ def test_what_has_no_compiler_is_planned_by_its_figures_and_says_so(name):
 def test_rates_and_prices_are_those_of_chips():
     """A step of 3 s, of which the plan of a machine of eight devices on four chips says 12 chip-seconds."""
     config = load_settings([ROOT / "configs" / "demo.yaml"], [], {}).config
-    plan = make_plan(Planned.of(config, find_accelerator("tpu7x-8")), fast=True)
+    plan = make_plan(Planned.of(config, find_accelerator("tpu7x-8")), by="closed_form")
     assert plan.step is not None and plan.tokens_per_s_per_chip is not None
     step = dataclasses.replace(plan, step=Seconds(value=3.0, low=3.0, high=3.0))
     cost = cost_of(step, 300, {"tpu7x": Price(usd_per_chip_hour=12.0, source="a shop", date="2026-11-01")})
@@ -326,7 +326,7 @@ def test_the_demo_is_planned_on_every_gpu(kind):
     """An update multiplies each weight six times per token, counting additions."""
     config = load_settings([ROOT / "configs" / "demo.yaml"], [], {}).config
     planned = Planned.of(config, find_accelerator(f"{kind}-1"))
-    made = make_plan(planned, fast=True)
+    made = make_plan(planned, by="closed_form")
     constants = json.loads((CHIPS / f"{kind}.json").read_text())["constants"]
     update = next(phase for phase in made.phases if phase.name == "update")
     assert made.verdict == "fits" and update.seconds is not None

@@ -75,7 +75,7 @@ class Fit:
             ValueError: the run contradicts itself or does not fit the machine's mesh, or the lengths are invalid.
             CompilerError: the compiler failed.
         """
-        before = self.study.of(self.now, fast=True).plan
+        before = self.study.of(self.now, closed_form=True).plan
         choice = self._choice(self.now)
         best, estimated = self._settled(choice, self.now), choice.estimated
         others: list[Outcome] = []
@@ -134,7 +134,7 @@ class Fit:
     def _estimated(self, choice: Choice, case: Case) -> Outcome | None:
         """The best settings by the closed form; None if none fit."""
         while (pair := choice.best()) is not None:
-            (found,) = self.study.outcomes([case.but(*case.changes, *pair.changes)], fast=True)
+            (found,) = self.study.outcomes([case.but(*case.changes, *pair.changes)], closed_form=True)
             if found.known is None:  # the settings contradict each other
                 choice.drop(pair)
             elif found.plan.verdict == "fits" or not choice.fast:
@@ -195,8 +195,8 @@ class Fit:
         """For each change, the best settings without it, by the closed form; with the best ones as the plan before."""
         changes = best.case.changes
         without = [[each for each in changes if each is not undone] for undone in changes]
-        (whole,) = self.study.outcomes([best.case], fast=True)
-        found = self.study.outcomes((self.now.but(*kept) for kept in without), fast=True)
+        (whole,) = self.study.outcomes([best.case], closed_form=True)
+        found = self.study.outcomes((self.now.but(*kept) for kept in without), closed_form=True)
         return [dataclasses.replace(each, before=whole.known) for each in found]
 
 

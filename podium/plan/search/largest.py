@@ -76,7 +76,7 @@ def find_largest(study: Study, key: str, now: Case) -> tuple[Outcome, Largest]:
     )
     chosen = case(found.best or min(found.tried))
     whole = () if study.fast or not found.best else tuple(study.programs(chosen, phases))
-    return study.of(chosen, fast=study.fast, whole=whole), found
+    return study.of(chosen, closed_form=study.fast, whole=whole), found
 
 
 def search(

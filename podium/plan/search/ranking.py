@@ -96,7 +96,7 @@ def machines() -> list[Accelerator]:
 
 def rank_machines(study: Study) -> Ranking:
     """Rank all machines by cost; compile for the cheapest until the compiler confirms three, the first among them."""
-    estimates = study.outcomes([Case(machine) for machine in machines()], fast=True)
+    estimates = study.outcomes([Case(machine) for machine in machines()], closed_form=True)
     planned = [each for each in estimates if each.known is not None]
     known = {each.case: each for each in planned}
     missing: dict[str, str] = {}
@@ -148,9 +148,9 @@ def suggestions(study: Study, now: Outcome, *, compile_all: bool | None) -> list
         now: the unchanged run, which fits.
         compile_all: whether to compile all of them; None: decide as above.
     """
-    estimated = study.of(now.case, fast=True).plan
+    estimated = study.of(now.case, closed_form=True).plan
     cases = [now.case.but(change) for change in candidates(study.run(now.case))]
-    tried = [each for each in study.outcomes(cases, fast=True) if each.known is not None]
+    tried = [each for each in study.outcomes(cases, closed_form=True) if each.known is not None]
     likely = [each for each in sorted(tried, key=_rank) if helps(each.plan, estimated)][:MOST_CANDIDATES]
     if not study.fast and compile_all:
         return _helping([study.of(each.case) for each in likely], now.plan)

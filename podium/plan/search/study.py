@@ -27,7 +27,7 @@ from podium.plan.request.phase_sizes import Planned
 from podium.plan.request.plan_subject import Subject, given
 from podium.plan.request.step_calls import Call, largest_calls, step_calls
 from podium.plan.request.workload import simulate_rollout
-from podium.plan.result import Peak, Plan, Seconds
+from podium.plan.result import By, Peak, Plan, Seconds
 from podium.prices import HOUR_S, Price
 from podium.run.divisible import check_divisible
 
@@ -100,8 +100,7 @@ class Study:
         subject: Subject,
         *,
         lengths: str = "gsm8k",
-        fast: bool = False,
-        form: bool = False,
+        by: By = "compiler",
         steps: int | None = None,
         prices: Mapping[str, Price] | None = None,
     ) -> None:
@@ -110,12 +109,11 @@ class Study:
         Args:
             subject: the run.
             lengths: source of prompt and completion lengths, as for `draw_lengths`.
-            fast: trace programs, and compile only those that decide; searches order candidates by the closed form.
-            form: with `fast`, use only the closed form, which needs no jax.
+            by: as for `make_plan`; searches order their candidates by the closed form.
             steps: steps to price; None: the run's own number.
             prices: prices by generation of chips; None: outcomes have no cost.
         """
-        self.subject, self.lengths, self.fast, self.form = subject, lengths, fast, form
+        self.subject, self.lengths, self.by = subject, lengths, by
         self.steps, self.prices = steps, prices
         self._stderr = Console(stderr=True)
         self._defaults: dict[Accelerator, tuple[Override, ...]] = {}
@@ -127,6 +125,11 @@ class Study:
         if machine not in self._defaults:
             self._defaults[machine] = self.subject.defaults(machine, self.lengths)
         return self._defaults[machine]
+
+    @property
+    def fast(self) -> bool:
+        """Whether no programs are compiled but those that decide whether a run fits."""
+        return self.by != "compiler"
 
     def given(self, machine: Accelerator) -> frozenset[str]:
         """The settings that the user gave in addition to the configs; searches do not change these."""
@@ -143,24 +146,24 @@ class Study:
             self._runs[case] = Planned.of(found.config, case.machine, recipe=found.recipe)
         return self._runs[case]
 
-    def outcomes(self, cases: Iterable[Case], *, fast: bool = False, largest: bool = False) -> list[Outcome]:
+    def outcomes(self, cases: Iterable[Case], *, closed_form: bool = False, largest: bool = False) -> list[Outcome]:
         """The outcome of each case, as from `of`; an invalid case gets its error."""
         found: list[Outcome] = []
         for case in cases:
             try:
-                found.append(self.of(case, fast=fast, largest=largest))
+                found.append(self.of(case, closed_form=closed_form, largest=largest))
             except ValueError as error:  # a ConfigError, or slots, heads or a mesh that do not divide over the devices
                 text = "; ".join(line.strip() for line in str(error).splitlines()) or repr(error)
                 found.append(Outcome(case=case, error=text))
         return found
 
-    def of(self, case: Case, *, fast: bool = False, largest: bool = False, whole: Sequence[str] = ()) -> Outcome:
+    def of(self, case: Case, *, closed_form: bool = False, largest: bool = False, whole: Sequence[str] = ()) -> Outcome:
         """The plan of a case with its cost; arguments are those of `plan`.
 
         Raises:
             ValueError: the case contradicts itself or does not fit its machine.
         """
-        plan = self.plan(case, fast=fast, largest=largest, whole=whole)
+        plan = self.plan(case, closed_form=closed_form, largest=largest, whole=whole)
         return Outcome(case=case, known=plan, cost=self.cost(case, plan))
 
     def cost(self, case: Case, plan: Plan) -> RunCost | None:
@@ -171,7 +174,7 @@ class Study:
         self,
         case: Case,
         *,
-        fast: bool = False,
+        closed_form: bool = False,
         largest: bool = False,
         whole: Sequence[str] = (),
         lengths: str | None = None,
@@ -180,7 +183,7 @@ class Study:
 
         Args:
             case: what to plan.
-            fast: use only the closed form, even if the study traces or compiles.
+            closed_form: use only the closed form, even if the study traces or compiles.
             largest: compile only the largest program of each phase.
             whole: programs to generate machine code for.
             lengths: lengths to plan with instead of the study's; the programs compiled for those are reused.
@@ -190,12 +193,12 @@ class Study:
         """
         run, drawn = self.run(case), lengths or self.lengths
         check_divisible(run.sizes.spec)
-        if fast or self.form:
-            return make_plan(run, fast=True, lengths=drawn)
-        if self.fast:
+        if closed_form or self.by == "closed_form":
+            return make_plan(run, by="closed_form", lengths=drawn)
+        if self.by == "trace":
             with self._following("tracing", case.machine) as progress:
-                return make_plan(run, traced=True, lengths=drawn, progress=progress)
-        estimated = None if lengths else lambda: self.plan(case, fast=True)
+                return make_plan(run, by="trace", lengths=drawn, progress=progress)
+        estimated = None if lengths else lambda: self.plan(case, closed_form=True)
         with self._following("planning", case.machine, estimated) as progress:
             return make_plan(run, lengths=drawn, progress=progress, whole=whole, largest=largest)
 
