@@ -14,7 +14,7 @@ from podium.models.attention.mask import Visibility
 from podium.models.attention.packed_attention import causal_attention
 from podium.models.blocks.kind import Stack
 from podium.models.blocks.mathematics import rms_norm, rope_tables, rotate, rotate_by_product
-from podium.models.blocks.rope import Rope, RopeScaling
+from podium.models.blocks.rope import Rope, RopeScaling, YarnScaling
 from podium.models.decoder import PassSettings, forward, head_weights
 from podium.models.linear import activation_dtype
 from podium.models.params import param_specs
@@ -233,6 +233,18 @@ def test_llama_3_frequencies_by_hand():
     smooth = (turns - 1) / 3
     assert found[1] == pytest.approx((1 - smooth) * plain[1] / 8 + smooth * plain[1])
     assert found.dtype == np.float32
+
+
+def test_yarn_frequencies_by_turns():
+    """gpt-oss: pairs of 32 turns of 4,096 positions or more are kept, those of one turn or less divided by 32; between
+    these, what is kept falls with the logarithm of the turns."""
+    scaling = YarnScaling(factor=32.0, beta_fast=32.0, beta_slow=1.0, original_max_positions=4096, truncate=False)
+    plain = 150_000.0 ** -(np.arange(32) / 32)
+    kept = np.log(4096 * plain / (2 * math.pi)) / math.log(32)  # 1 at 32 turns, 0 at one
+    assert sum(0 < each < 1 for each in kept) > 5 and kept[0] > 1 and kept[-1] < 0
+    kept = np.clip(kept, 0, 1)
+    found = Rope(theta=150_000.0, dims=64, scaling=scaling).frequencies()
+    np.testing.assert_allclose(found, plain * (kept + (1 - kept) / 32), rtol=1e-5)
 
 
 def test_rms_norm_by_hand():

@@ -15,18 +15,18 @@ from podium.models.blocks.kind import Packed
 
 chunked = functools.partial(delta_rule.chunked, chunk=64)
 packed = functools.partial(delta_rule.packed, chunk=64)
-B, T, K, R, N, P = 2, 150, 2, 2, 8, 6  # three chunks, the last one not full
+B, T, K, R, N, P = 3, 150, 2, 2, 8, 6  # three chunks, the last one not full
 NOTHING = np.zeros((B, K, R, N, P), np.float32)
 
 
 def tokens_of(scale: float = 1.0) -> Tokens:
-    """Random inputs; `scale` is the mean of the logarithms of decays."""
+    """Random inputs, the third row's as the first one's; `scale` is the mean of the logarithms of decays."""
     random = np.random.default_rng(0)
-    q, k = (random.normal(size=(B, T, K, N)) for _ in "qk")
+    q, k = (random.normal(size=(2, T, K, N)) for _ in "qk")
     q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True)) for x in (q, k))
-    v, g = random.normal(size=(B, T, K, R, P)), -scale * random.exponential(size=(B, T, K, R))
-    beta = 1 / (1 + np.exp(-random.normal(size=(B, T, K, R))))
-    return Tokens(*(x.astype(np.float32) for x in (q, k, v, g, beta)))
+    v, g = random.normal(size=(2, T, K, R, P)), -scale * random.exponential(size=(2, T, K, R))
+    beta = 1 / (1 + np.exp(-random.normal(size=(2, T, K, R))))
+    return Tokens(*(x[[0, 1, 0]].astype(np.float32) for x in (q, k, v, g, beta)))
 
 
 def recurrence(tokens, state):
@@ -79,12 +79,17 @@ def test_tokens_without_beta_and_decay_change_no_state():
 
 # In the first row a prompt of 70 tokens, which ends in the second chunk, with three completions, of which one begins in
 # that chunk, one in the next, and one of a token at the end; in the second a sequence alone, a prompt that ends with a
-# chunk, its two completions, another group within a chunk, and padding.
+# chunk, its two completions, another group within a chunk, and padding; in the third a prompt whose first completion
+# fills the next chunk, so that its second one begins a chunk later than the prompt's last token.
 SEGMENTS = np.array(
-    [np.repeat([1, 2, 3, 4], [70, 50, 29, 1]), np.repeat([1, 2, 3, 4, 5, 6, 7, 0], [20, 44, 30, 20, 8, 10, 10, 8])]
+    [
+        np.repeat([1, 2, 3, 4], [70, 50, 29, 1]),
+        np.repeat([1, 2, 3, 4, 5, 6, 7, 0], [20, 44, 30, 20, 8, 10, 10, 8]),
+        np.repeat([1, 2, 3], [60, 75, 15]),
+    ]
 ).astype(np.int32)
 PROMPTS = np.where((SEGMENTS == 3) | (SEGMENTS == 4), 2, np.where(SEGMENTS == 7, 6, SEGMENTS))
-PROMPTS[0] = 1
+PROMPTS[[0, 2]] = 1
 PROMPTS[1] = np.where(SEGMENTS[1] == 6, 5, np.where(SEGMENTS[1] == 7, 5, PROMPTS[1]))
 SEQUENCES = [
     (row, np.flatnonzero((SEGMENTS[row] == segment) | (SEGMENTS[row] == prompt)))
@@ -159,7 +164,7 @@ def test_the_convolution_goes_on_where_it_stopped():
     whole = np.asarray(jax.jit(short_conv)(x, taps, alone.previous))
     advance = jax.jit(next_conv)
     done, tail = np.zeros(B, int), np.zeros((B, 3, 3, 2), np.float32)
-    for counts, length in (([5, 2], 6), ([1, 0], 1), ([0, 6], 6), ([1, 1], 1), ([2, 0], 6)):
+    for counts, length in (([5, 2, 6], 6), ([1, 0, 1], 1), ([0, 6, 3], 6), ([1, 1, 0], 1), ([2, 0, 4], 6)):
         chunk = np.stack([x[row, done[row] : done[row] + length] for row in range(B)])
         found, tail = jax.device_get(advance(chunk, taps, tail, np.asarray(counts)))
         for row in range(B):

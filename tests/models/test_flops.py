@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from podium.models.architecture import Lora
 from podium.models.attention.mask import Visibility
 from podium.models.flops import Work, forward_flops, group_work, step_work, update_flops
 from podium.models.params import param_specs
-from podium.models.presets import preset_decoder
+from podium.models.presets import PRESETS, preset_decoder
 from podium.train.batches.batch import BatchSizes, make_batch
 from podium.train.batches.samples import single_answer
 
@@ -41,6 +42,20 @@ def test_the_elements_are_those_of_the_specs_that_are_matrices():
     specs = param_specs(DECODER)
     matrices = (spec for spec in specs.values() if sum(axis is not None for axis in spec.axes) > 1)
     assert DECODER.active == sum(int(np.prod(spec.shape)) for spec in matrices)  # tied: the head once
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_a_layer_s_cost_has_each_matrix_between_its_input_and_its_output_once(model):
+    """Of experts' matrices a token meets those of its own."""
+    decoder = preset_decoder(model)
+    for kind in {each for block in decoder.blocks for each in (block.mixer, block.feed_forward)}:
+        active = total = 0
+        for spec in kind.specs(decoder.width, std=0.0, out_std=0.0).values():
+            if len(spec.shape) - spec.stacked > 1 and {"width", "expert_width"} & set(spec.axes):
+                total += math.prod(spec.shape)
+                active += math.prod(spec.shape) * kind.top // kind.count if spec.stacked else math.prod(spec.shape)
+        work = kind.work(decoder.width)
+        assert (work.active, work.total) == (active, total)
 
 
 def test_the_work_is_what_a_row_of_shared_prompts_holds():

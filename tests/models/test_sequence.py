@@ -7,7 +7,8 @@ import pytest
 
 from podium.models.attention.mask import Visibility
 from podium.models.attention.packed_attention import row_attention
-from podium.models.params import GATHERED_AXES
+from podium.models.layer_context import merge_rows, split_rows
+from podium.models.params import GATHERED_AXES, TRAIN_AXES
 from podium.sharding import ShardingRules, make_mesh
 
 B, T, Q = 2, 24, 8
@@ -25,6 +26,15 @@ def attended(mesh: str, devices: int, arrays: tuple[np.ndarray, ...], ids: tuple
     sinks = jnp.arange(arrays[0].shape[2]) * 0.3
     gradients, out = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))(*arrays[:3], sinks)
     return [np.asarray(x) for x in (out, *gradients)]
+
+
+def test_each_group_of_rows_has_some_of_every_device_and_they_return_to_their_places():
+    rules = ShardingRules(make_mesh("fsdp:2", jax.devices()[:2]), TRAIN_AXES)
+    rows = jnp.broadcast_to(jnp.arange(8)[:, None, None], (8, 3, 1))  # the first four are on the first device
+    split = jax.jit(lambda x: split_rows(rules, x, 2))(rows)
+    assert split[:, :, 0, 0].tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    merged = jax.jit(lambda x: merge_rows(rules, x, "tokens"))(split)
+    assert merged[:, 2, 0].tolist() == list(range(8))
 
 
 @pytest.mark.parametrize(

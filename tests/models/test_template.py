@@ -40,6 +40,7 @@ USUAL = {
 {{ messages|tojson(indent=2) }} {{ ns.last }} {{ ns.seen|join(', ') }}
 {% generation %}{{ messages|selectattr('role', 'equalto', 'user')|map(attribute='content')|list|length }}
 {%- endgeneration %} {{ '%s and %03d' % ('a', 7) }} {{ '{:>5}'.format(3) }} {{ 'aXb'.replace('X', '--') }}
+{{ '-'.join(['a', 'b']) }}
 {%- for key, value in messages[0]|items %}{{ key }}={{ value }};{% if loop.index > 1 %}{% break %}{% endif %}
 {%- endfor %}""",
 }
@@ -64,6 +65,7 @@ ENDLESS = {
     "bytes": "{{ (1).to_bytes(9999999999, 'big') }}",
     "batch": "{{ [1]|batch(999999999, 'x')|list }}",
     "join": "{% set x = 'x' * 900000 %}{{ (range(99999)|list)|join(x) }}",
+    "method join": "{% set x = 'x' * 900000 %}{{ x.join(['1'] * 99999) }}",
     "replace": "{% set x = 'x' * 900000 %}{{ x.replace('x', x) }}",
     "replace by a filter": "{% set x = 'x' * 900000 %}{{ x|replace('x', x) }}",
     "joined generator": "{% set x = 'x' * 900000 %}{{ range(99999)|map('replace', '1', x)|join }}",

@@ -196,13 +196,29 @@ def test_splits_of_gguf_files_are_those_of_transformers(pre: str):
 
 
 def test_sentencepiece_merges_the_best_token_first():
-    tokens = ["<unk>", "<s>", "</s>", "<0xE2>", "<0x82>", "<0xAC>", "\u2581", "a", "b", "c", "ab", "bc", "\u2581a"]
-    scores = [0.0, 0, 0, 0, 0, 0, -9, -9, -9, -9, -2, -1, -3]
-    kinds = [2, 3, 3, 6, 6, 6, 1, 1, 1, 1, 1, 1, 1]
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "<0xE2>",
+        "<0x82>",
+        "<0xAC>",
+        "\u2581",
+        "a",
+        "b",
+        "c",
+        "ab",
+        "bc",
+        "\u2581a",
+        "cab",
+    ]
+    scores = [0.0, 0, 0, 0, 0, 0, -9, -9, -9, -9, -2, -1, -3, -4]
+    kinds = [2, 3, 3, 6, 6, 6, 1, 1, 1, 1, 1, 1, 1, 1]
     ids = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
     backend = gguf_backend(model="llama", tokens=tokens, scores=scores, token_type=kinds, **ids)
     assert backend.encode("abc") == [1, 12, 11]  # with its beginning, where nothing says otherwise
     assert backend.tokenize("abc") == ["\u2581a", "bc"]  # bc (-1) before ab (-2), then \u2581a
+    assert backend.tokenize("cab") == ["\u2581", "cab"]  # of c and ab: ca is no token
     assert backend.encode("a \u20ac", add_special_tokens=False) == [12, 6, 3, 4, 5]
     assert backend.decode([12, 6, 3, 4, 5, 2], skip_special_tokens=True) == "a \u20ac"
 

@@ -107,6 +107,14 @@ def test_both_log_probabilities_of_a_known_distribution_cut_to_two_tokens():
     np.testing.assert_allclose(np.exp(sampled.full_logprobs), np.array([0.5, 0.3])[sampled.tokens], rtol=1e-5)
 
 
+def test_top_p_is_of_the_tokens_that_top_k_keeps():
+    """Of 0.4, 0.3, 0.2 and 0.1 top-k keeps two, of which the first has 4/7: top-p 0.55 needs no other."""
+    logits = np.tile(np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32)), (100, 1))
+    sampled = draw_all(logits, [params(top_k=2, top_p=0.55)] * 100)
+    assert set(sampled.tokens.tolist()) == {0}
+    np.testing.assert_allclose(np.exp(sampled.full_logprobs), 0.4, rtol=1e-5)
+
+
 def test_a_negative_token_of_an_unchanged_policy_has_its_gradient_under_truncation():
     """To the truncated log-probability the ratio would be the share kept, below 1 - clip_low: clipped for good."""
     logits = jnp.tile(jnp.linspace(0.0, 0.1, 50), (20, 1))

@@ -7,8 +7,9 @@ import pytest
 
 from podium.certify.tiny import random_weights, tiny_clone
 from podium.config.schema import RolloutConfig
+from podium.models.blocks.kind import At
 from podium.models.layouts import Layout
-from podium.models.params import TRAIN_AXES, param_specs
+from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
 from podium.models.presets import preset_decoder
 from podium.rollout import cache
 from podium.rollout.device import Device
@@ -46,6 +47,37 @@ def answers(layout: Layout, devices: int, refill_steps: int):
         for n, prompt in zip((8, 3, 5), PROMPTS, strict=True)
     ]
     return [each for group in engine.generate(requests)[0] for each in group]
+
+
+class OneMore:
+    """Stands for a layer that can update its last state in its cells: adds 1 to the others; its output is these."""
+
+    def append(self, states, counts):
+        raise AssertionError("all states would be read and written")
+
+    packed = append
+
+    def step(self, states, stored, counts):
+        return tuple(x + 1 for x in states), stored, jnp.concatenate(states, axis=1)
+
+
+def test_the_states_beside_the_one_in_its_cells_are_read_and_written(monkeypatch):
+    """Of two layers with four cells: the second layer's cells 2 and 0, of which the latter has no new token."""
+    monkeypatch.setattr(cache, "_in_place", lambda *_: True)
+    first, second = np.arange(24.0).reshape(2, 4, 3), 100 + np.arange(16.0).reshape(2, 4, 2)
+    states = tuple(jnp.asarray(x) for x in (first, second, np.zeros((2, 4, 1, 8, 8))))
+    axes = tuple((None, "batch", *[None] * (x.ndim - 2)) for x in states)
+    kept = cache.PlaceCache(kv=None, states=states, axes=axes)
+    cells, starts, counts = (jnp.array(x, jnp.int32) for x in ([2, 0], [5, 1], [1, 0]))
+    rules = ShardingRules(make_mesh("auto", jax.devices()[:1]), ROLLOUT_AXES)
+    rows = cache.Rows(tables=cells[:, None], cells=cells, starts=starts, counts=counts, rules=rules, single=True)
+    initial = tuple(jnp.zeros((2, *x.shape[2:])) for x in states)
+    found, y = jax.jit(lambda kept: rows.recur(kept, At(jnp.int32(1), None), initial, OneMore()))(kept)
+    assert y.tolist() == [[18, 19, 20, 112, 113], [12, 13, 14, 108, 109]]
+    first[1, 2] += 1
+    second[1, 2] += 1
+    for value, expected in zip(found.states, (first, second, states[2]), strict=True):
+        np.testing.assert_array_equal(value, expected)
 
 
 @pytest.mark.parametrize(

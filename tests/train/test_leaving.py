@@ -1,5 +1,6 @@
 """Whatever ends a run between two checkpoints, the newest whole step is saved, and the message says how to go on."""
 
+import contextlib
 import errno
 import os
 import pkgutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from podium.job.watchdog import Watchdog
 from podium.observe.run_dir import saved_steps
 from podium.sampling.sampler import Sampler
 from podium.tasks.conversation import Reply, Turn
+from podium.train import loop
 from podium.train.evaluate import evaluate
 from podium.train.loop import train
 from podium.train.trainer import DivergedError, Trainer
@@ -76,6 +79,27 @@ def with_reward(model: Path, folder: Path, name: str, **changes: Any) -> Config:
 
 def said(capfd: pytest.CaptureFixture[str]) -> str:
     return " ".join(capfd.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("status", "notice", "said"),
+    [
+        (0, None, ("done", "3 steps", 0)),
+        (143, None, ("stopped", "stopped by signal 15 after step 3, which is saved", 143)),
+        (143, "this host will be moved", ("stopped", "this host will be moved after step 3, which is saved", 143)),
+    ],
+)
+def test_the_last_record_says_what_ended_the_run(monkeypatch, status, notice, said):
+    """The machine's notice, which came before the signal that it made the run send itself."""
+    run: Any = types.SimpleNamespace(around=types.SimpleNamespace(stop=types.SimpleNamespace(exit_code=status)))
+    monkeypatch.setattr(loop, "open_run", lambda *_, **__: contextlib.nullcontext((run, None, 0)))
+    monkeypatch.setattr(loop, "run_steps", lambda *_: 3)
+    monkeypatch.setattr(loop, "summarise", lambda *_: None)
+    ended: list[Any] = []
+    report = types.SimpleNamespace(end=lambda *words: ended.append(words))
+    job: Any = types.SimpleNamespace(notice=notice and types.SimpleNamespace(text=notice), report=report)
+    assert train(make_config(), job=job) == status
+    assert ended == [said]
 
 
 def test_an_error_in_a_reward_function_loses_no_whole_step(tiny_model, tmp_path, capfd):

@@ -71,6 +71,18 @@ def test_metrics_of_a_step_are_about_the_same_step(undisturbed):
         assert record["policy/logprob_gap/max"] < 1e-4
 
 
+def test_what_is_timed_in_a_run_takes_no_longer_than_the_run(undisturbed):
+    wall_s = json.loads((undisturbed / "summary.json").read_text())["wall_s"]
+    timed = [
+        (name, value)
+        for record in read_records(undisturbed / "metrics.jsonl")
+        for name, value in record.items()
+        if (metric := find_metric(name)) is not None and metric.unit == "s" and "cpu" not in name
+    ]
+    assert {"time/train/score_s", "time/train/checkpoint_s", "time/eval/step_s"} <= {name for name, _ in timed}
+    assert [(name, value) for name, value in timed if not 0 <= value <= wall_s] == []
+
+
 def test_programs_are_compiled_in_the_first_step_only(undisturbed):
     assert [record["rollout/compilations"] for record in trained(undisturbed)][1:] == [0] * (STEPS - 1)
 

@@ -100,7 +100,8 @@ CONVERSATIONS = [
     [("system", "Answer with only the number ."), ("user", "What is 7 + 2 ?"), ("assistant", "9")],
     [("user", "1"), ("assistant", "2"), ("user", "3 + 4"), ("assistant", "the number is 7")],
     [("user", "What is 7 + 2 ?"), ("assistant", "12")],
-    [("user", "1"), ("assistant", "1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1")],
+    [("user", "1"), ("assistant", " ".join("1" * 19))],
+    [("user", "1"), ("assistant", " ".join("1" * 20))],
 ]
 
 
@@ -117,7 +118,7 @@ def tokens_by_hand(said: list[tuple[str, str]]) -> list[int]:
 def test_scores_are_those_of_the_last_tokens_by_its_own_tokenizer_template_and_weights(
     devices, tiny_model, reward_model
 ):
-    """Against a naive forward pass in float64 of each conversation alone; the last one is too long for a row."""
+    """Against a naive forward pass in float64 of each conversation alone; the last is a token too long for a row."""
     model, _ = loaded(tiny_model, reward_model, devices, max_tokens=24)
     found = model.scores([conversation(each) for each in CONVERSATIONS])
     assert found[-1] is None

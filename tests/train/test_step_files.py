@@ -14,6 +14,7 @@ from podium.job.watchdog import Watchdog
 from podium.observe.run_dir import saved_steps
 from podium.train.checkpoints import checkpoint, step_files
 from podium.train.checkpoints.checkpoint import Checkpointer, restore_state
+from podium.train.checkpoints.s3 import s3_store
 from podium.train.checkpoints.step_files import CheckpointError, damage, newest_whole_step
 
 
@@ -34,6 +35,18 @@ def saved(folder: Path, *steps: int) -> Path:
 
 def nothing() -> None:
     pass
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"])
+def test_a_bucket_is_asked_at_the_address_that_either_variable_names(monkeypatch, name):
+    for each in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(each, raising=False)
+    assert "endpoint" not in s3_store("s3://bucket/team/run")
+    monkeypatch.setenv(name, "http://here:9000")
+    store = s3_store("s3://bucket/team/run")
+    assert (store["bucket"], store["path"], store["endpoint"]) == ("bucket", "team/run/", "http://here:9000")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://there:9000")  # says more than the one of all services
+    assert s3_store("s3://bucket/team/run")["endpoint"] == "http://there:9000"
 
 
 def test_what_is_no_step_among_checkpoints_is_left_alone(tmp_path):
