@@ -1,95 +1,66 @@
-"""The closed form: memory, operations and traffic per device of every phase, computed from the config alone.
+"""The closed form: memory, operations and traffic per device of every phase, as sums over what the config says. No jax.
 
-It answers before the compiler does, and also works without one. It models the programs as written in
-`podium.train.step` and `podium.rollout.programs`, with constants fitted to what compilers were seen to do with them;
-where it disagrees with a compiled program, the program is right. A multiply-add counts as two operations. Attention
-counts all blocks of a row, as if the row were one sequence.
+It gives the first answer about a run, which must come without jax, orders the candidates of searches, of which
+hundreds are estimated, and counts each call of a step. It has no constant that was fitted to a compiler: it counts the
+arrays, products and transfers of the programs as they are written in `podium.train.step` and `podium.rollout.programs`,
+each array once where it is made and once where it is read. What compilers keep and move beyond that, traced programs
+(`podium.plan.traced`) and compiled ones show. A multiply-add counts as two operations. Attention counts all blocks of a
+row, as if the row were one sequence.
 
 Here B rows and S slots are those of one device, and `a` is the bytes per element of an activation.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import podium.plan.traced.least_bytes as floor
 from podium.accelerators import GIB, Accelerator
-from podium.config.attention_blocks import attended_pairs, cut
-from podium.config.lora import MATRICES
+from podium.config.attention_blocks import attended_pairs
 from podium.models.architecture import rollout_decoder
-from podium.models.blocks.delta import DeltaNet
+from podium.models.blocks.delta import CHUNK, DeltaNet
 from podium.models.blocks.experts import SPARE, Experts
-from podium.models.params import NF4_CODES, frozen_dtype, own_name, param_specs
+from podium.models.blocks.kind import Place
+from podium.models.blocks.spec import is_matrix
+from podium.models.params import LORA_B, own_name, param_specs, trained_specs
 from podium.plan.request.phase_sizes import (
+    ENDS,
     F32,
     RunSizes,
     cast_bytes,
     ends_count,
+    fetched_bytes,
     fused_chunks,
     fused_padding,
     head_number,
-    local_count,
     offloaded_bytes,
     reduced_number,
-    rollout_number,
-)
-from podium.plan.traced.gpu_forward import (
-    decode_kernels,
-    operand_bytes,
-    prefill_attention,
-    prefill_passes,
-    prefill_products,
-    scoring_passes,
-    scoring_products,
 )
 from podium.plan.traced.resident_memory import Parts, frozen_bytes, residents
-from podium.plan.traced.update_memory import (
-    EXPERT_ROWS,
-    copied,
-    expert_rows,
-    feed_forward_inner,
-    has_kernel,
-    loss_logits,
-    rule_bytes,
-    update_peak,
-    working_weights,
-)
-from podium.plan.traced.update_traffic import RECOMPUTES, update_kernels, update_passes
 from podium.run.run_spec import SCORE, Role
 
-MARGIN = 1.5  # above this multiple of the device's memory, the closed form alone refuses a run
 BATCH_ARRAYS = (
     9  # arrays [K, B, T] of 4 bytes in podium.train.batches.batch.Batch, without old and reference log-probabilities
 )
-GPU_APART = 0.9
-"""Share of the HBM traffic of passes over many tokens that a GPU spends in kernels without products, whose time adds to
-that of products. A TPU's compiler joins about half of it with products, and hides about as much in transfers."""
-SAMPLER_LOGITS = 3  # logits, their scaled copy, and its blocks
-MLP_FORWARD = 2  # arrays [B, T, F] alive at once
-TOKEN_ARRAYS = 4
-"""Arrays [N, D] of a mixture's tokens alive at the same time as a window of their rows: the layer's input with and
-without norm, the sum of the windows, and the sum of one."""
+SAMPLER_LOGITS = 2
+"""The rollout's logits and their scaled copy."""
 # Products of queries with keys (or their gradients): forward, recomputed, and backward; kernels compute scores twice.
 PRODUCTS: Mapping[str, int] = {"forward": 2, "again": 2, "reference": 4, "blocks": 5, "tpu_kernel": 7, "gpu_kernel": 7}
-# HBM traffic of a layer in arrays: [tokens, F] of `a` bytes, and float32 scores; fitted to compiled v6e programs.
-MLP_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 30}
-EXPERT_TRAFFIC: Mapping[str, tuple[int, int]] = {"forward": (4, 9), "update": (8, 8)}
-"""HBM traffic of a mixture of experts: arrays between its products, and passes over a token's rows for all its experts;
-in an update only the passes of its products. Counted for gpt-oss-20b and Qwen3-30B-A3B."""
-SCORE_TRAFFIC: Mapping[str, int] = {"forward": 1, "update": 11}
-BLOCK_TRAFFIC: Mapping[str, int] = {"forward": 20, "update": 37}
-"""Arrays [B, t, H, Q] that attention in blocks of t tokens moves for each pair of blocks: the block's queries, keys and
-values, float32 scores and sums, and their gradients; where attention is computed again, its forward pass is added."""
-LOGITS_TRAFFIC: Mapping[str, int] = {"forward": 4, "update": 12}
-LOGITS_READ = 2
-"""Passes over logits on a GPU: for each token's maximum, and for the sum."""
 EXACT_PASSES = 6
 """Number of bfloat16 products that make up a float32 product at full precision, on a TPU."""
+MARGIN = 1.5  # above this multiple of the device's memory, the closed form alone refuses a run
 VMEM = 128 * 2**20
-"""On-chip memory of a TPU core. Arrays under a quarter of it cost no HBM traffic; scores over it are computed twice."""
-EXPANDED = {"v5p": 8 * 2**20}
-"""The smallest expanded matrix of a layer, in bytes per device, that a TPU of this generation writes to main memory;
-others: half of VMEM."""
+"""On-chip memory of a TPU core; scores over it are computed twice."""
+MOVED = {"forward": 2, "update": 6}
+"""How often an array of a layer passes through main memory: written and read; in an update also read once more, with
+its gradient written, and read by two products."""
+AGAIN = 2
+"""As often again, if the backward pass computes it anew."""
+COPIED_LAYERS = 2
+"""Layers whose inputs are on the device if they are stored on the host: the one in use, and the one being copied."""
+RECOMPUTES = ("layer", "offload")
+"""The values of `remat` with which whole layers are recomputed."""
 
 
 class Piece(NamedTuple):
@@ -99,8 +70,6 @@ class Piece(NamedTuple):
 
     flops: int
     hbm_bytes: int
-    kernels: int = 0
-    """Kernels on a GPU that do the work, each of which takes at least as long as a launch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,17 +82,17 @@ class PhaseEstimate:
     hbm_bytes: int
     ici_bytes: int  # bytes that a device sends to others
     hidden_bytes: int = 0
-    """The bytes of `ici_bytes` that are sent while the device works on its first piece, if that takes as long."""
+    """The bytes of `ici_bytes` that are sent while the device computes, if that takes as long."""
     least_bytes: int
     """The bytes of `hbm_bytes` that no compiler can avoid (`podium.plan.traced.least_bytes`)."""
     once_bytes: int = 0
     """Like `least_bytes`, once per call, before or after the iterations of its loop."""
-    pieces: tuple[Piece, ...] = ()
-    """The operations and bytes in pieces that do not overlap with each other; empty: all overlap."""
+    passes: int = 0
+    """The bytes of `hbm_bytes` that a GPU moves in kernels of their own, one after another with those of products."""
     copies: tuple[tuple[float, int, float], ...] = ()
     """Copies between device and host: how often, bytes of each, and the share of all work that overlaps with it."""
-    kernels: tuple[int, int] = (0, 0)
-    """Kernels that do next to nothing, and those that do the work; counted where their launches bound the phase."""
+    kernels: int = 0
+    """Kernels that take at least as long as a launch; counted where launches bound the phase."""
 
     @property
     def total(self) -> int:
@@ -168,17 +137,16 @@ def offer(accelerator: Accelerator) -> str:
     return f"`podium plan CONFIG --on {accelerator.name} --fit` finds the fastest settings that fit"
 
 
+# Phases of the rollout
+
+
 def sync_phase(run: RunSizes) -> PhaseEstimate:
     """Make the rollout's weights from the trainer's: gather all of them, then copy them to their place."""
+    least = floor.sync_bytes(run)
     if run.decoder.lora is not None and not run.decoder.lora.merged:
-        return PhaseEstimate(
-            name="sync",
-            parts=residents(run, "sync"),
-            flops=0,
-            hbm_bytes=2 * F32 * run.own_count,
-            ici_bytes=0,
-            least_bytes=floor.sync_bytes(run),
-        )
+        moved = 2 * F32 * run.own_count
+        parts = residents(run, "sync")
+        return PhaseEstimate(name="sync", parts=parts, flops=0, hbm_bytes=moved, ici_bytes=0, least_bytes=least)
     held, whole = cast_bytes(run) + frozen_bytes(run), run.rollout_weight_bytes
     # Stacked weights are gathered in place; embedding and head are gathered into separate buffers.
     beside = ends_count(run.decoder, run.rollout_parts) * run.rollout_activation
@@ -188,63 +156,31 @@ def sync_phase(run: RunSizes) -> PhaseEstimate:
         flops=0,
         hbm_bytes=F32 * (run.own_count + frozen_bytes(run) // run.rollout_activation) + 2 * whole,
         ici_bytes=max(whole - held, whole - whole // run.shards if run.layout.group > 1 else 0),
-        least_bytes=floor.sync_bytes(run),
+        least_bytes=least,
     )
-
-
-def _expanded_bytes(run: RunSizes) -> int:
-    """Bytes that a pass of a TPU's rollout moves to expand nf4, in addition to reading the codes.
-
-    A matrix that is too large for fast memory is written and read again, and so are its codes, which are taken out of
-    the stack of all layers.
-    """
-    decoder, size = rollout_decoder(run.decoder), 0
-    if run.platform != "tpu":
-        return 0
-    least = EXPANDED.get(run.accelerator.generation, VMEM // 2)
-    for name, spec in param_specs(decoder).items():
-        if frozen_dtype(name, decoder) == NF4_CODES:
-            codes, expanded = local_count(spec, run.rollout_parts), 2 * run.rollout_activation
-            size += (1 + expanded) * codes if expanded * codes // spec.shape[0] >= least else 0
-    return 2 * size
 
 
 def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
     """One prefill call: `prefill_rows` prompt chunks of `bucket` tokens each."""
-    rows = -(-run.rollout.prefill_rows // run.rollout_shards)
-    a = run.rollout_activation
-    decoder = run.decoder
-    tokens = rows * bucket
+    rows, heads, a = -(-run.rollout.prefill_rows // run.rollout_shards), run.rollout_heads, run.rollout_activation
+    tokens, cached = rows * bucket, run.in_blocks(bucket)
     scored = tokens if run.layout.name == "legacy" else 0
-    heads = run.rollout_heads
     logits = floor.logits_bytes(run, scored)
-    matmul = 2 * tokens * decoder.total(lambda work: work.active) + 2 * scored * decoder.vocab * decoder.width
-    scores = 2 * tokens * run.cached_pairs(run.in_blocks(bucket), bucket)
-    flops = (matmul + scores + _rule_flops(run, tokens)) // heads
-    if run.platform == "gpu":
-        attended = prefill_attention(run, rows, bucket, run.in_blocks(bucket))
-        pieces = (
-            Piece(flops - scores // heads, prefill_products(run, tokens)),
-            Piece(scores // heads, attended.products + attended.passes, attended.kernels),
-            Piece(0, prefill_passes(run, tokens) + logits),
-        )
-        kernels = attended.small, 0
-    else:
-        layers = _layers_traffic(run, "forward", rows, bucket, a, split=heads)
-        read = run.rollout_weight_bytes + _expanded_bytes(run)
-        pieces = (Piece(flops, read + layers + run.kv_bytes(tokens) + logits),)
-        kernels = 0, 0
+    matmul = (
+        2 * tokens * run.decoder.total(lambda work: work.active) + 2 * scored * run.decoder.vocab * run.decoder.width
+    )
+    pairs = 2 * tokens * run.cached_pairs(cached, bucket)
+    passes = MOVED["forward"] * tokens * a * sum(_layer_numbers(run, heads)) + 2 * logits
     return PhaseEstimate(
         name="prefill",
         parts=residents(run, "rollout")
         | {"logits": logits, "gathered_weights": run.gathered_in_rollout}
-        | _forward_peak(run, rows, bucket, a, split=heads, mixture=_windows(run, tokens * run.layout.group // heads)),
-        flops=flops,
-        hbm_bytes=sum(piece.hbm_bytes for piece in pieces),
+        | {"attention_scores": _block_scores(run, tokens, cached), "layer_activations": _prefill_layer(run, tokens)},
+        flops=(matmul + pairs + _rule_flops(run, tokens)) // heads,
+        hbm_bytes=run.rollout_weight_bytes + run.kv_bytes(tokens) + passes,
         ici_bytes=run.rollout_ici(tokens),
         least_bytes=floor.prefill_bytes(run, tokens, scored),
-        pieces=pieces,
-        kernels=kernels,
+        passes=passes,
     )
 
 
@@ -253,41 +189,24 @@ def decode_phase(run: RunSizes, size: int = 0, context: float = 0.0) -> PhaseEst
 
     With `context` 0, it reads as many tokens as the longest possible sequence has.
     """
-    decoder = run.decoder
-    rollout = run.rollout
-    slots = -(-(size or rollout.slots) // run.rollout_shards)
-    heads, weights = run.rollout_heads, run.layer_bytes + run.head_bytes
-    read = run.in_blocks(context or rollout.longest)
-    cache, logits = run.read_bytes(slots, read), floor.logits_bytes(run, slots)
-    block = run.kv_bytes(slots * run.block) // decoder.layers
-    # Weights that the compiler copies into another layout in every call: for TPUs the stacked q, k and v, for GPUs
-    # those that are multiplied as integers.
-    integers = MATRICES if decoder.rollout_weights == "w8a8" else ()
-    relaid_names = {"tpu": ("q", "k", "v"), "gpu": integers}.get(run.platform, ())
-    relaid = sum(
-        rollout_number(run, name) * local_count(spec, run.rollout_parts)
-        for name, spec in param_specs(decoder).items()
-        if own_name(name) in relaid_names
-    )
-    calls = 2 * relaid // rollout.refill_steps
-    on_gpu = run.platform == "gpu"
-    operands = operand_bytes(run) if on_gpu else _expanded_bytes(run)
+    slots, heads = -(-(size or run.rollout.slots) // run.rollout_shards), run.rollout_heads
+    read = run.in_blocks(context or run.rollout.longest)
+    logits, least = floor.logits_bytes(run, slots), floor.decode_bytes(run, slots, read)
+    multiplied = run.decoder.multiplied(slots * run.layout.group // heads)
     return PhaseEstimate(
         name="decode",
         parts=residents(run, "rollout")
         | {
-            "relaid_weights": relaid,
-            "attention_scores": F32 * slots * decoder.heads * run.block // heads + block,
+            "attention_scores": _block_scores(run, slots, read),
             "logits": SAMPLER_LOGITS * logits,
             "gathered_weights": run.gathered_in_rollout,
         },
-        flops=2 * slots * (decoder.multiplied(slots * run.layout.group // heads) + run.cached_pairs(read)) // heads
-        + _rule_flops(run, slots) // heads,
-        hbm_bytes=weights + cache + calls + 2 * SAMPLER_LOGITS * logits + operands,
+        flops=(2 * slots * (multiplied + run.cached_pairs(read)) + _rule_flops(run, slots)) // heads,
+        hbm_bytes=least + (2 * SAMPLER_LOGITS - 1) * logits,
         ici_bytes=run.rollout_ici(slots),
-        least_bytes=floor.decode_bytes(run, slots, read),
+        least_bytes=least,
         once_bytes=floor.first_bytes(run, slots),
-        kernels=decode_kernels(run) if on_gpu else (0, 0),
+        kernels=_decode_kernels(run),
     )
 
 
@@ -303,6 +222,44 @@ def copy_phase(run: RunSizes, pages: float) -> PhaseEstimate:
     return PhaseEstimate(
         name="copy", parts=residents(run, "rollout"), flops=0, hbm_bytes=moved, ici_bytes=0, least_bytes=moved
     )
+
+
+def _block_scores(run: RunSizes, tokens: int, cached: int) -> int:
+    """Bytes of float32 scores of `tokens` queries with a block of the cache, and of the block's keys and values."""
+    scores = F32 * tokens * run.decoder.heads * min(run.block, cached) // run.rollout_heads
+    return scores + run.kv_bytes(tokens * run.block) // run.decoder.layers
+
+
+def _prefill_layer(run: RunSizes, tokens: int) -> int:
+    """Bytes of what a layer computes for `tokens` tokens of a prefill.
+
+    If experts are split over devices, each multiplies the rows for its own in windows larger than an even share.
+    """
+    a, parts = run.rollout_activation, run.rollout_parts.get("experts", 1)
+    layer = tokens * a * max(_layer_numbers(run, run.rollout_heads))
+    if parts == 1:
+        return layer
+    gathered = tokens * run.layout.group // run.rollout_heads
+    kinds = [place.block.feed_forward for place in run.decoder.places]
+    rows = max((kind.top * (run.decoder.width + kind.width) for kind in kinds if isinstance(kind, Experts)), default=0)
+    return layer + int(min(1.0, SPARE / parts) * gathered * rows * a)
+
+
+def _decode_kernels(run: RunSizes) -> int:
+    """Kernels of a decode step: one for each product of a layer, and one between every two; 0 where a program is one
+    kernel.
+    """
+    if run.platform != "gpu":
+        return 0
+    joined = run.decoder.lora is None or not run.decoder.lora.shared
+    decoder = dataclasses.replace(rollout_decoder(run.decoder), joined=joined)
+    specs = param_specs(decoder).items()
+    products = sum(spec.shape[0] for name, spec in specs if is_matrix(spec) and own_name(name) not in ENDS)
+    attention = 2 * sum(count for count, _ in decoder.attention_layers())
+    return 2 * (products + attention)
+
+
+# Phases that compute a batch
 
 
 def score_phase(run: RunSizes) -> PhaseEstimate:
@@ -327,9 +284,8 @@ def role_phase(run: RunSizes, role: Role) -> PhaseEstimate:
 def learning_phase(run: RunSizes, role: Role, micro_batches: float = 1) -> PhaseEstimate:
     """Like `update_phase` for a model other than the policy, whose weights and state stay in memory."""
     own = run.of(role)
-    form = update_phase(own, micro_batches)
-    parts = residents(run, "update") | _batch(run) | update_peak(own)
-    return dataclasses.replace(form, name=role.name, parts=parts)
+    parts = residents(run, "update") | _batch(run) | _update_peak(own)
+    return dataclasses.replace(update_phase(own, micro_batches), name=role.name, parts=parts)
 
 
 def _scoring(name: str, run: RunSizes, beside: Parts, *, logits: bool = True) -> PhaseEstimate:
@@ -339,92 +295,230 @@ def _scoring(name: str, run: RunSizes, beside: Parts, *, logits: bool = True) ->
     """
     a, tokens, groups = run.activation, run.tokens, run.update.row_groups
     layers, head = run.gathered_counts
-    pieces = _scoring_pieces(run, logits=logits)
-    layer = _forward_peak(run, run.rows // groups, run.row_tokens // run.sp, a)
+    of_head = LOGITS_MOVED["forward"] * F32 * tokens * run.decoder.outputs // run.tp if logits else 0
+    passes = _moved(run, MOVED["forward"]) + (0 if run.update.head == "fused" else of_head)
+    layer = {"layer_activations": _layer_bytes(run)} | _scores(run)
     if groups > 1:  # the inputs and outputs of all groups of a layer
         layer["layer_inputs"] = 2 * tokens * run.decoder.width * a
+    weights = 2 * sum(run.gathered_counts) * a + run.own_count * (F32 + a)
     return PhaseEstimate(
         name=name,
         parts=beside
-        | {"working_weights": working_weights(run), "gathered_weights": copied(run, head, head_number(run))}
-        | max(
-            {} if run.update.head == "fused" else loss_logits(run),
-            layer,
-            key=_total,
-        ),
-        flops=sum(piece.flops for piece in pieces),
-        hbm_bytes=sum(piece.hbm_bytes for piece in pieces),
+        | {"working_weights": _working_weights(run), "gathered_weights": _copied(run, head, head_number(run))}
+        | max(_chunk_logits(run), layer, key=_total),
+        flops=_forward_flops(run) - (0 if logits else _logits_flops(run)),
+        hbm_bytes=weights + passes,
         ici_bytes=(layers + head) * a * (run.shards - 1) // run.shards + 2 * _tp_ici(run, tokens) + _sp_ici(run),
         least_bytes=floor.forward_bytes(run),
-        pieces=pieces,
+        passes=passes,
     )
-
-
-def _scoring_pieces(run: RunSizes, *, logits: bool) -> tuple[Piece, ...]:
-    """The work of a forward pass of a micro-batch: on a GPU, products, passes, and the logits, made and read."""
-    head, of_head = (_logits_flops(run), _head_traffic(run, "forward")) if logits else (0, 0)
-    flops = _forward_flops(run) - _logits_flops(run)
-    weights = 2 * sum(run.gathered_counts) * run.activation + run.own_count * (F32 + run.activation)
-    scores = _scores_traffic(run, "forward", run.rows, run.row_tokens, split=run.tp * run.sp)
-    if run.platform == "gpu":
-        made = of_head // LOGITS_TRAFFIC["forward"]
-        layers = Piece(flops, weights + scoring_products(run)), Piece(0, scoring_passes(run) + scores)
-        return *layers, Piece(head, made), Piece(0, LOGITS_READ * made)
-    layers = _layers_traffic(run, "forward", run.rows, run.row_tokens, run.activation, split=run.tp * run.sp)
-    return (Piece(flops + head, layers + scores + of_head + weights),)
 
 
 def update_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
     """One optimizer step: accumulate the micro-batches' gradients, then apply them. The work is for one micro-batch."""
-    a, tokens = run.activation, run.tokens
+    a, tokens, remat = run.activation, run.tokens, run.update.remat
     layers, head = run.gathered_counts
     own, sends = run.own_count, (run.shards - 1) / run.shards
     # Weights are gathered in the compute format; gradients are reduced in theirs.
-    remat = run.update.remat
     gathers = (1 if remat == "none" else 2) * layers * a + 2 * head * head_number(run)
     if run.decoder.lora is None:  # the adapters' gradients are negligible
         gathers += (layers + head) * reduced_number(run)
     gathered = int(gathers * sends)
     reduced = 2 * own * F32 * (run.dp - 1) // run.dp
-    pieces = _update_pieces(run, micro_batches)
+    passes = _moved(run, MOVED["update"] + AGAIN * (remat in RECOMPUTES)) + _update_logits_moved(run)
+    least, once = floor.micro_batch_bytes(run), floor.optimizer_step_bytes(run)
     return PhaseEstimate(
         name="update",
-        parts=residents(run, "update") | _batch(run) | update_peak(run),
-        flops=sum(piece.flops for piece in pieces),
-        hbm_bytes=sum(piece.hbm_bytes for piece in pieces),
+        parts=residents(run, "update") | _batch(run) | _update_peak(run),
+        flops=_update_flops(run),
+        hbm_bytes=int(least + 2 * layers * a + passes + once / micro_batches),
         ici_bytes=gathered
         + reduced
         + (6 if remat in RECOMPUTES else 4) * _tp_ici(run, tokens)
         + (2 if remat == "none" else 3) * _sp_ici(run),
         hidden_bytes=gathered if run.platform == "tpu" else 0,  # a GPU's program waits for most of them
-        least_bytes=floor.micro_batch_bytes(run),
-        once_bytes=floor.optimizer_step_bytes(run),
+        least_bytes=least,
+        once_bytes=once,
+        passes=int(passes + once / micro_batches),
         copies=_host_copies(run, micro_batches),
-        pieces=pieces,
-        kernels=(update_kernels(run, sum(_update_attention_products(run))), 0),
     )
 
 
-def _pieces(run: RunSizes, flops: int, traffic: int) -> tuple[Piece, ...]:
-    """The work of passes over many tokens: on a GPU, most of the traffic is not that of products."""
-    apart = int(GPU_APART * traffic) if run.platform == "gpu" else 0
-    return Piece(flops, traffic - apart), Piece(0, apart)
+LOGITS_MOVED = {"forward": 2, "update": 5}
+"""How often a chunk's float32 logits pass through main memory: written and read; in an update their gradient is also
+written, and read by two products."""
 
 
-def _update_pieces(run: RunSizes, micro_batches: float) -> tuple[Piece, ...]:
-    """The work of a micro-batch: products of the layers, attention, the head, and passes over arrays."""
-    attention, head = _update_attention_flops(run), _update_head_flops(run)
-    # A fused head's kernel computes all logits for their sums, and moves none; chunks compute them again.
-    scored = _logits_flops(run) + fused_padding(run) if run.update.head == "fused" else 0
-    gathered = 4 * sum(run.gathered_counts) * run.activation
-    layers = _layers_traffic(run, "update", run.rows, run.row_tokens, run.activation, split=run.tp * run.sp)
-    return (
-        *_pieces(run, _update_flops(run) - attention - head, layers + gathered),
-        Piece(attention, _scores_traffic(run, "update", run.rows, run.row_tokens, split=run.tp * run.sp)),
-        Piece(scored, 0),
-        Piece(head - scored, _head_traffic(run, "update")),
-        Piece(0, sum(update_passes(run, micro_batches).values())),
-    )
+def _update_logits_moved(run: RunSizes) -> int:
+    """Bytes of a micro-batch's logits that an update moves; of a fused head, their gradient, and for each chunk the
+    head and its gradient, read and written.
+    """
+    if run.update.head != "fused":
+        return LOGITS_MOVED["update"] * F32 * run.tokens * run.decoder.outputs // run.tp
+    chunks, tokens = fused_chunks(run)
+    number = head_number(run)
+    return chunks * run.decoder.vocab * (3 * tokens * number + 2 * (F32 + number) * run.decoder.width)
+
+
+def checkpoint_phase(run: RunSizes) -> PhaseEstimate:
+    """Copying the state to the host; allocates nothing on the device."""
+    parts = residents(run, "sync")
+    roles = [role.kind for role in run.spec.scoring_models if role.weights in ("trained", "moving")]
+    saved = {"parameters", "optimizer", *(f"{kind}_{what}" for kind in roles for what in ("weights", "optimizer"))}
+    moved = sum(size for name, size in parts.items() if name in saved)
+    return PhaseEstimate(name="checkpoint", parts=parts, flops=0, hbm_bytes=moved, ici_bytes=0, least_bytes=moved)
+
+
+# Arrays of a batch's programs
+
+
+def _batch(run: RunSizes) -> Parts:
+    """Bytes of the batch of an optimizer step."""
+    scores = run.spec.recipe.loss_scores
+    batch = run.spec.batch
+    arrays = BATCH_ARRAYS + len(scores) + batch.demonstrations
+    of_token = 4 * arrays + batch.choices * (1 if batch.choice_format == "uint8" else 2)
+    if (compared := run.spec.compared) is not None:
+        of_token += run.activation * compared.decoder.width - 4
+    return {"batch": of_token * batch.max_micro_batches * run.tokens}
+
+
+def _layer_numbers(run: RunSizes, split: int) -> list[int]:
+    """Elements per token of the arrays that each layer computes on a device: results of products and what goes into
+    the last ones, a token's rows for its experts, the sums after mixer and feed-forward, and the results of norms.
+    """
+    width, found = run.decoder.width, []
+    for place in run.decoder.places:
+        mixer = place.block.mixer.work(width)
+        inside = mixer.outputs + mixer.inner + _rule_numbers(run, place)
+        whole = (4 + 2 * place.block.norms_behind) * width
+        found += len(place.layers) * [whole + inside // split + _feed_forward_numbers(run, place, split)]
+    return found
+
+
+def _feed_forward_numbers(run: RunSizes, place: Place, split: int) -> int:
+    """Elements per token of the arrays of a place's feed-forward, without its result."""
+    kind, width = place.block.feed_forward, run.decoder.width
+    work, rows = kind.work(width), 2 * kind.top * width if isinstance(kind, Experts) else 0
+    return rows + (work.outputs + work.inner) // split
+
+
+def _rule_numbers(run: RunSizes, place: Place) -> int:
+    """Elements of `a` bytes per token of a recurrence's float32 arrays; 0 where a place has attention.
+
+    These are for each value head the products within a chunk, queries, keys, values, and the states of each chunk.
+    """
+    net = place.block.mixer
+    if not isinstance(net, DeltaNet):
+        return 0
+    numbers = CHUNK + 2 * net.key_dim + net.value_dim + 2 * net.key_dim * net.value_dim // CHUNK
+    return net.value_heads * numbers * F32 // run.activation
+
+
+def _moved(run: RunSizes, times: int) -> int:
+    """Bytes of what all layers compute for a micro-batch, each moved so often."""
+    return times * run.tokens * run.activation * sum(_layer_numbers(run, run.tp))
+
+
+def _layer_bytes(run: RunSizes, *, backward: bool = False) -> int:
+    """Bytes of what the largest layer computes for the rows of a micro-batch that it computes at once.
+
+    The backward pass begins with the feed-forward, whose gradients exist beside all that the layer computed.
+    """
+    numbers = max(_layer_numbers(run, run.tp))
+    if backward:
+        numbers += run.decoder.width + max(_feed_forward_numbers(run, each, run.tp) for each in run.decoder.places)
+    return run.tokens // run.update.row_groups * run.activation * numbers
+
+
+def _scores(run: RunSizes) -> Parts:
+    """Bytes of a layer's float32 scores where attention holds those of whole rows."""
+    if run.update.attention != "reference":
+        return {}
+    return {
+        "attention_scores": F32 * run.tokens // run.update.row_groups * run.row_tokens * run.decoder.heads // run.tp
+    }
+
+
+def _update_peak(run: RunSizes) -> Parts:
+    """Arrays at an update's peak: at the logits, in a layer's backward pass, or in the optimizer."""
+    several = run.spec.batch.max_micro_batches > 1
+    layers, head = run.gathered_counts
+    always = {"working_weights": _working_weights(run), "gathered_weights": _copied(run, head, head_number(run))}
+    # A single micro-batch needs no accumulated sum; embedding and head have no adapters.
+    gradients = F32 * run.own_count if several else 0
+    of_head = 0 if run.decoder.lora is not None else head * reduced_number(run)
+    kept = _saved(run)
+    logits = _chunk_logits(run)
+    if run.spec.compared is not None:
+        logits = {"logits": 2 * logits["logits"]}
+    at_head = kept | {"gradients": gradients + of_head} | logits
+    scores = {name: 2 * size for name, size in _scores(run).items()}  # with their gradient
+    backward = {"layer_activations": _layer_bytes(run, backward=True)} | scores
+    in_layers = kept | backward | {"gradients": gradients + F32 * run.own_count}
+    in_layers["gathered_weights"] = always["gathered_weights"] + 2 * _copied(run, layers // run.decoder.layers)
+    at_optimizer = {"gradients": F32 * run.own_count, "gathered_weights": 0, "fetched_moments": fetched_bytes(run)}
+    return max((always | each for each in (at_head, in_layers, at_optimizer)), key=_total)
+
+
+def _saved(run: RunSizes) -> Parts:
+    """What the forward pass of an update keeps on the device for the backward pass.
+
+    With `remat: none` also the weights as they were gathered and the logits of all chunks, since gathers and products
+    are not repeated.
+    """
+    remat, one = run.update.remat, run.tokens * run.decoder.width * run.activation
+    inputs = {"layer_inputs": (COPIED_LAYERS if remat == "offload" else run.decoder.layers) * one}
+    if remat == "none":
+        scores = run.decoder.layers * run.update.row_groups * sum(_scores(run).values())
+        weights = _copied(run, run.gathered_counts[0])
+        logits = F32 * run.tokens * run.decoder.outputs // run.tp if run.update.head != "fused" else 0
+        saved = {"saved_activations": _moved(run, 1), "saved_scores": scores, "saved_weights": weights}
+        return saved | {"saved_logits": logits}
+    if remat == "products":
+        return inputs | {"saved_activations": run.tokens * run.activation * _product_numbers(run)}
+    return inputs
+
+
+def _product_numbers(run: RunSizes) -> int:
+    """Elements per token of the results of all layers' products with weights that a gradient needs.
+
+    Those of experts are computed again, and those of feed-forwards are only added, unless a norm follows.
+    """
+    width, numbers = run.decoder.width, 0
+    for place in run.decoder.places:
+        block, results = place.block, 0
+        for kind in (block.mixer, block.feed_forward):
+            results += kind.work(width).outputs - (2 * kind.top * kind.width if isinstance(kind, Experts) else 0)
+        numbers += len(place.layers) * ((1 + block.norms_behind) * width + results // run.tp)
+    for name, spec in trained_specs(run.decoder).items():
+        if name.endswith(LORA_B) and "expert" not in name:  # both products of an adapter
+            rank, *outputs = spec.shape[spec.stacked :]
+            split = 1 if spec.axes[-1] == "width" else run.tp
+            numbers += math.prod(spec.shape[: spec.stacked]) * (rank + math.prod(outputs) // split)
+    return numbers
+
+
+def _chunk_logits(run: RunSizes) -> Parts:
+    """Float32 logits of one chunk of an update's head. Fused: a chunk's gradient."""
+    if run.update.head == "fused":
+        return {"logits": fused_chunks(run)[1] * run.decoder.vocab * head_number(run)}
+    columns = max(1, min(run.row_tokens // run.sp, run.update.head_chunk_tokens // run.rows))
+    return {"logits": F32 * columns * run.rows * run.decoder.outputs // run.tp}
+
+
+def _copied(run: RunSizes, count: int, number: int = 0) -> int:
+    """Bytes of `count` parameters copied into the compute format; 0 if they are used in place, as stored."""
+    number, stored = number or run.activation, F32 if run.decoder.lora is None else 2
+    return 0 if run.shards == 1 and number == stored else count * number
+
+
+def _working_weights(run: RunSizes) -> int:
+    """Bytes of a device's parameters in the compute format; 0 if that is float32.
+
+    Also 0 on a GPU, whose compiler converts them layer by layer inside the loop.
+    """
+    return run.activation * run.own_count if run.activation < F32 and run.platform != "gpu" else 0
 
 
 def _host_copies(run: RunSizes, micro_batches: float) -> tuple[tuple[float, int, float], ...]:
@@ -437,68 +531,7 @@ def _host_copies(run: RunSizes, micro_batches: float) -> tuple[tuple[float, int,
     return (layers, one, forward / layers), (layers, one, (1 - forward) / layers), moments
 
 
-def checkpoint_phase(run: RunSizes) -> PhaseEstimate:
-    """Copying the state to the host; allocates nothing on the device."""
-    parts = residents(run, "sync")
-    roles = [role.kind for role in run.spec.scoring_models if role.weights in ("trained", "moving")]
-    saved = {"parameters", "optimizer", *(f"{kind}_{what}" for kind in roles for what in ("weights", "optimizer"))}
-    moved = sum(size for name, size in parts.items() if name in saved)
-    return PhaseEstimate(name="checkpoint", parts=parts, flops=0, hbm_bytes=moved, ici_bytes=0, least_bytes=moved)
-
-
-def _forward_peak(run: RunSizes, rows: int, length: int, a: int, *, split: int = 1, mixture: int = 0) -> Parts:
-    """Peak arrays of one layer's forward pass: those of its attention or those of its MLP, whichever is larger.
-
-    `mixture` are the bytes of a mixture's arrays if experts are split over devices; 0 if each device has all experts.
-    """
-    widest = max(feed_forward_inner(run.decoder, place) for place in run.decoder.places)
-    spread = EXPERT_ROWS * max(expert_rows(run.decoder, place) for place in run.decoder.places)
-    whole = MLP_FORWARD * rows * length * widest * a // split + rows * length * spread * a
-    mlp = {"layer_activations": mixture or whole}
-    arrays = _attention_arrays(run, rows, length, a)
-    attention = {name: size // (1 if name == "attention_mask" else split) for name, size in arrays.items()}
-    rule = {"recurrence": rows * length * max(rule_bytes(place) for place in run.decoder.places) // split}
-    return max(
-        attention, attention | mlp | {"attention_scores": 0}, *([rule] if rule["recurrence"] else []), key=_total
-    )
-
-
-def _windows(run: RunSizes, tokens: int) -> int:
-    """Bytes of a mixture's arrays in a prefill of `tokens` tokens if the experts are split over devices; otherwise 0.
-
-    A device multiplies the rows for its experts in windows twice as large as an even share of all rows.
-    """
-    parts, width = run.rollout_parts.get("experts", 1), run.decoder.width
-    if parts == 1:
-        return 0
-    found = [0]
-    for place in run.decoder.places:
-        if isinstance(kind := place.block.feed_forward, Experts):
-            window = min(1.0, SPARE / parts) * tokens * kind.top
-            row = max(EXPERT_ROWS * width, width + MLP_FORWARD * kind.width)  # adding rows up, or their products
-            found.append(int(run.rollout_activation * (window * row + TOKEN_ARRAYS * tokens * width)))
-    return max(found)
-
-
-def _attention_arrays(run: RunSizes, rows: int, length: int, a: int) -> Parts:
-    """Arrays that one layer's attention allocates in a forward pass over `rows` rows."""
-    decoder, tokens = run.decoder, rows * length
-    if run.update.attention == "reference":
-        return {"attention_mask": tokens * length, "attention_scores": F32 * tokens * length * decoder.heads}
-    n, t = cut(run.update.attention, length)
-    heads = 2 * decoder.heads + 2 * decoder.kv_heads  # queries, keys and values in blocks, and the outputs
-    return {"attention_scores": rows * n * t * heads * decoder.head_dim * a}
-
-
-def _batch(run: RunSizes) -> Parts:
-    """Bytes of the batch of an optimizer step."""
-    scores = run.spec.recipe.loss_scores
-    batch = run.spec.batch
-    arrays = BATCH_ARRAYS + len(scores) + batch.demonstrations
-    of_token = 4 * arrays + batch.choices * (1 if batch.choice_format == "uint8" else 2)
-    if (compared := run.spec.compared) is not None:
-        of_token += run.activation * compared.decoder.width - 4
-    return {"batch": of_token * batch.max_micro_batches * run.tokens}
+# Operations
 
 
 def _attention_flops(run: RunSizes, rows: int, length: int, products: int, *, split: int) -> int:
@@ -537,7 +570,7 @@ def _update_flops(run: RunSizes) -> int:
     decoder = run.decoder
     tokens = run.tokens
     remat = run.update.remat
-    last = sum(len(place.layers) * feed_forward_inner(decoder, place) for place in decoder.places)
+    last = sum(len(place.layers) * place.block.feed_forward.work(decoder.width).inner for place in decoder.places)
     whole = _matmul_flops(run) - 2 * tokens * decoder.width * last
     again = {"none": 0, "products": 0}.get(remat, whole - _head_product(run))
     products = (1 + _backward(run)) * (_matmul_flops(run) - _head_product(run)) + again
@@ -579,57 +612,7 @@ def _update_head_flops(run: RunSizes) -> int:
     return own + _logits_flops(run.of(compared)) * (1 if run.update.remat == "none" else 2)
 
 
-def _head_traffic(run: RunSizes, kind: str) -> int:
-    """HBM traffic in bytes of a micro-batch's logits."""
-    if run.update.head == "fused":
-        return _fused_head_traffic(run) if kind == "update" else 0
-    return LOGITS_TRAFFIC[kind] * F32 * run.tokens * run.decoder.outputs // run.tp
-
-
-def _fused_head_traffic(run: RunSizes) -> int:
-    """HBM traffic in bytes of a fused head's chunks: the logits' gradient (written, read twice), the head's, in float32
-    (read, written), and the head, read for the logits and for the gradient of hidden states.
-    """
-    chunks, tokens = fused_chunks(run)
-    number = head_number(run)
-    of_chunk = 3 * tokens * number + 2 * (F32 + number) * run.decoder.width
-    return chunks * run.decoder.vocab * of_chunk
-
-
-def _layers_traffic(run: RunSizes, kind: str, rows: int, length: int, a: int, *, split: int) -> int:
-    """HBM traffic in bytes of all layers' activations; on a TPU, arrays that fit in VMEM cost none."""
-    free = VMEM // 4 if run.platform == "tpu" else 0
-    traffic = 0
-    for place in run.decoder.places:
-        inner = rows * length * feed_forward_inner(run.decoder, place) // split * a
-        spread = rows * length * expert_rows(run.decoder, place) * a
-        of_inner, of_rows = EXPERT_TRAFFIC[kind] if spread else (MLP_TRAFFIC[kind], 0)
-        traffic += len(place.layers) * of_inner * (inner if inner > free else 0)
-        traffic += len(place.layers) * of_rows * (spread if spread > free else 0)
-    return traffic
-
-
-def _scores_traffic(run: RunSizes, kind: str, rows: int, length: int, *, split: int) -> int:
-    """HBM traffic in bytes of attention without a kernel: of scores if all exist at once, else of each block of
-    queries.
-
-    A CPU's cache holds the intermediate results of a block.
-    """
-    if run.update.attention not in ("reference", "blocks") or (run.platform, run.update.attention) == ("cpu", "blocks"):
-        return 0
-    free = VMEM // 4 if run.platform == "tpu" else 0
-    blocks, tokens = cut(run.update.attention, length)
-    again = kind == "update" and run.update.remat != "none"  # whatever else is saved, attention is computed again
-    moved = BLOCK_TRAFFIC[kind] + again * BLOCK_TRAFFIC["forward"]
-    pairs, traffic = blocks * (blocks + 1) // 2, 0
-    for count, attention in run.decoder.attention_layers():
-        scores = F32 * rows * length**2 * attention.heads // split
-        queries = run.activation * rows * tokens * attention.heads * attention.head_dim // split
-        if run.update.attention == "blocks":
-            traffic += count * moved * pairs * queries
-        else:
-            traffic += count * SCORE_TRAFFIC[kind] * (scores if scores > free else 0)
-    return traffic
+# What is sent
 
 
 def _tp_ici(run: RunSizes, tokens: int) -> int:
@@ -650,15 +633,6 @@ def _sp_ici(run: RunSizes) -> int:
             moved = 2 * net.key_heads * net.key_dim + 2 * net.value_heads * net.value_dim
             numbers += len(place.layers) * moved // run.tp
     return run.tokens * numbers * run.activation * (sp - 1) // sp
-
-
-def computed_in_loops(run: RunSizes) -> bool:
-    """Whether an update's attention or recurrence is compiled to loops instead of kernels on an accelerator."""
-    if run.platform == "cpu":
-        return False
-    nets = [place for place in run.decoder.places if isinstance(place.block.mixer, DeltaNet)]
-    blocks = run.platform == "tpu" and run.update.attention == "blocks"
-    return blocks or not all(has_kernel(run, place) for place in nets)
 
 
 def _total(parts: Parts) -> int:
