@@ -30,9 +30,9 @@ BoundBy = Literal["compute", "hbm", "ici", "latency", "host", ""]
 By = Literal["compiler", "trace", "closed_form"]
 """What a plan's figures come from. With `trace`, programs that decide whether the run fits are compiled too."""
 TOO_CLOSE = 0.03  # largest relative difference seen between the compiler's figure and a device's measurement
-ESTIMATE_TOO_CLOSE = 0.15
-"""Like TOO_CLOSE, for the closed form: the most by which it fell below the compiler's figure in updates of models with
-one kind of layer (`benches.traced`)."""
+ESTIMATE_TOO_CLOSE = 0.2
+"""Like TOO_CLOSE, for the closed form: the most by which it fell below the compiler's figure, but for attention whose
+blocks are kept for the backward pass (`benches.traced`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

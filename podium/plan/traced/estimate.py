@@ -23,7 +23,17 @@ from podium.models.blocks.delta import CHUNK, DeltaNet
 from podium.models.blocks.experts import SPARE, Experts
 from podium.models.blocks.kind import Place
 from podium.models.blocks.spec import is_matrix
-from podium.models.params import LORA_B, own_name, param_specs, trained_specs
+from podium.models.params import (
+    GATHERED_AXES,
+    LORA_B,
+    NF4_CODES,
+    axis_parts,
+    frozen_dtype,
+    frozen_specs,
+    own_name,
+    param_specs,
+    trained_specs,
+)
 from podium.plan.request.phase_sizes import (
     ENDS,
     F32,
@@ -34,6 +44,7 @@ from podium.plan.request.phase_sizes import (
     fused_chunks,
     fused_padding,
     head_number,
+    local_count,
     offloaded_bytes,
     reduced_number,
 )
@@ -170,7 +181,7 @@ def prefill_phase(run: RunSizes, bucket: int) -> PhaseEstimate:
         2 * tokens * run.decoder.total(lambda work: work.active) + 2 * scored * run.decoder.vocab * run.decoder.width
     )
     pairs = 2 * tokens * run.cached_pairs(cached, bucket)
-    passes = MOVED["forward"] * tokens * a * sum(_layer_numbers(run, heads)) + 2 * logits
+    passes = MOVED["forward"] * tokens * a * _layer_numbers(run, heads) + 2 * logits
     return PhaseEstimate(
         name="prefill",
         parts=residents(run, "rollout")
@@ -231,18 +242,19 @@ def _block_scores(run: RunSizes, tokens: int, cached: int) -> int:
 
 
 def _prefill_layer(run: RunSizes, tokens: int) -> int:
-    """Bytes of what a layer computes for `tokens` tokens of a prefill.
+    """Bytes at the peak of a layer for `tokens` tokens of a prefill.
 
     If experts are split over devices, each multiplies the rows for its own in windows larger than an even share.
     """
-    a, parts = run.rollout_activation, run.rollout_parts.get("experts", 1)
-    layer = tokens * a * max(_layer_numbers(run, run.rollout_heads))
-    if parts == 1:
-        return layer
-    gathered = tokens * run.layout.group // run.rollout_heads
+    parts, heads, width = run.rollout_parts.get("experts", 1), run.rollout_heads, run.decoder.width
     kinds = [place.block.feed_forward for place in run.decoder.places]
-    rows = max((kind.top * (run.decoder.width + kind.width) for kind in kinds if isinstance(kind, Experts)), default=0)
-    return layer + int(min(1.0, SPARE / parts) * gathered * rows * a)
+    experts = [kind for kind in kinds if isinstance(kind, Experts)]
+    if parts == 1 or not experts:
+        return tokens * run.rollout_activation * _forward_numbers(run, heads)
+    gathered = tokens * run.layout.group // heads
+    row = max(min(1.0, SPARE / parts) * kind.top * (width + 2 * kind.width) for kind in experts)
+    # The layer's input with and without norm, the sum of the windows, and that of one.
+    return int(run.rollout_activation * gathered * (4 * width + row))
 
 
 def _decode_kernels(run: RunSizes) -> int:
@@ -297,7 +309,7 @@ def _scoring(name: str, run: RunSizes, beside: Parts, *, logits: bool = True) ->
     layers, head = run.gathered_counts
     of_head = LOGITS_MOVED["forward"] * F32 * tokens * run.decoder.outputs // run.tp if logits else 0
     passes = _moved(run, MOVED["forward"]) + (0 if run.update.head == "fused" else of_head)
-    layer = {"layer_activations": _layer_bytes(run)} | _scores(run)
+    layer = {"layer_activations": tokens // groups * a * _forward_numbers(run, run.tp)} | _scores(run)
     if groups > 1:  # the inputs and outputs of all groups of a layer
         layer["layer_inputs"] = 2 * tokens * run.decoder.width * a
     weights = 2 * sum(run.gathered_counts) * a + run.own_count * (F32 + a)
@@ -383,24 +395,46 @@ def _batch(run: RunSizes) -> Parts:
     return {"batch": of_token * batch.max_micro_batches * run.tokens}
 
 
-def _layer_numbers(run: RunSizes, split: int) -> list[int]:
-    """Elements per token of the arrays that each layer computes on a device: results of products and what goes into
-    the last ones, a token's rows for its experts, the sums after mixer and feed-forward, and the results of norms.
+class _Layer(NamedTuple):
+    """Elements per token of the arrays that a layer computes on a device."""
+
+    mixer: int
+    """Results of its products, and what goes into the last."""
+    feed_forward: int
+    """Likewise, with a token's rows for its experts."""
+    beside: int
+    """The sums after mixer and feed-forward, and the results of norms."""
+
+
+def _layer(run: RunSizes, place: Place, split: int) -> _Layer:
+    """A layer whose heads and hidden elements are split over so many devices."""
+    width, kind = run.decoder.width, place.block.feed_forward
+    mixer, work = place.block.mixer.work(width), kind.work(width)
+    rows = 2 * kind.top * width if isinstance(kind, Experts) else 0
+    return _Layer(
+        (mixer.outputs + mixer.inner + _rule_numbers(run, place)) // split,
+        rows + (work.outputs + work.inner) // split,
+        (4 + 2 * place.block.norms_behind) * width,
+    )
+
+
+def _layer_numbers(run: RunSizes, split: int) -> int:
+    """Elements per token of what all layers compute on a device."""
+    return sum(len(place.layers) * sum(_layer(run, place, split)) for place in run.decoder.places)
+
+
+def _forward_numbers(run: RunSizes, split: int) -> int:
+    """Elements per token at the peak of a forward pass: in mixer or feed-forward, beside the layer's input."""
+    layers = [_layer(run, place, split) for place in run.decoder.places]
+    return 2 * run.decoder.width + max(max(each.mixer, each.feed_forward) for each in layers)
+
+
+def _backward_numbers(run: RunSizes, split: int) -> int:
+    """Elements per token at the peak of a backward pass: it begins with the feed-forward, whose gradients exist beside
+    all that the layer computed.
     """
-    width, found = run.decoder.width, []
-    for place in run.decoder.places:
-        mixer = place.block.mixer.work(width)
-        inside = mixer.outputs + mixer.inner + _rule_numbers(run, place)
-        whole = (4 + 2 * place.block.norms_behind) * width
-        found += len(place.layers) * [whole + inside // split + _feed_forward_numbers(run, place, split)]
-    return found
-
-
-def _feed_forward_numbers(run: RunSizes, place: Place, split: int) -> int:
-    """Elements per token of the arrays of a place's feed-forward, without its result."""
-    kind, width = place.block.feed_forward, run.decoder.width
-    work, rows = kind.work(width), 2 * kind.top * width if isinstance(kind, Experts) else 0
-    return rows + (work.outputs + work.inner) // split
+    layers = [_layer(run, place, split) for place in run.decoder.places]
+    return run.decoder.width + max(sum(each) + each.feed_forward for each in layers)
 
 
 def _rule_numbers(run: RunSizes, place: Place) -> int:
@@ -417,18 +451,7 @@ def _rule_numbers(run: RunSizes, place: Place) -> int:
 
 def _moved(run: RunSizes, times: int) -> int:
     """Bytes of what all layers compute for a micro-batch, each moved so often."""
-    return times * run.tokens * run.activation * sum(_layer_numbers(run, run.tp))
-
-
-def _layer_bytes(run: RunSizes, *, backward: bool = False) -> int:
-    """Bytes of what the largest layer computes for the rows of a micro-batch that it computes at once.
-
-    The backward pass begins with the feed-forward, whose gradients exist beside all that the layer computed.
-    """
-    numbers = max(_layer_numbers(run, run.tp))
-    if backward:
-        numbers += run.decoder.width + max(_feed_forward_numbers(run, each, run.tp) for each in run.decoder.places)
-    return run.tokens // run.update.row_groups * run.activation * numbers
+    return times * run.tokens * run.activation * _layer_numbers(run, run.tp)
 
 
 def _scores(run: RunSizes) -> Parts:
@@ -443,7 +466,9 @@ def _scores(run: RunSizes) -> Parts:
 def _update_peak(run: RunSizes) -> Parts:
     """Arrays at an update's peak: at the logits, in a layer's backward pass, or in the optimizer."""
     several = run.spec.batch.max_micro_batches > 1
-    layers, head = run.gathered_counts
+    layers, ends = run.gathered_counts
+    one_matrix = run.decoder.tied or run.decoder.scores != "none"
+    head = ends if one_matrix else ends // 2  # embedding and head are one matrix, or two of one size
     always = {"working_weights": _working_weights(run), "gathered_weights": _copied(run, head, head_number(run))}
     # A single micro-batch needs no accumulated sum; embedding and head have no adapters.
     gradients = F32 * run.own_count if several else 0
@@ -454,7 +479,8 @@ def _update_peak(run: RunSizes) -> Parts:
         logits = {"logits": 2 * logits["logits"]}
     at_head = kept | {"gradients": gradients + of_head} | logits
     scores = {name: 2 * size for name, size in _scores(run).items()}  # with their gradient
-    backward = {"layer_activations": _layer_bytes(run, backward=True)} | scores
+    layer = run.tokens // run.update.row_groups * run.activation * _backward_numbers(run, run.tp)
+    backward = {"layer_activations": layer} | scores
     in_layers = kept | backward | {"gradients": gradients + F32 * run.own_count}
     in_layers["gathered_weights"] = always["gathered_weights"] + 2 * _copied(run, layers // run.decoder.layers)
     at_optimizer = {"gradients": F32 * run.own_count, "gathered_weights": 0, "fetched_moments": fetched_bytes(run)}
@@ -470,14 +496,26 @@ def _saved(run: RunSizes) -> Parts:
     remat, one = run.update.remat, run.tokens * run.decoder.width * run.activation
     inputs = {"layer_inputs": (COPIED_LAYERS if remat == "offload" else run.decoder.layers) * one}
     if remat == "none":
+        # Softmax's gradient needs its float32 results, and the products' these in the compute format.
         scores = run.decoder.layers * run.update.row_groups * sum(_scores(run).values())
-        weights = _copied(run, run.gathered_counts[0])
+        scores += scores * run.activation // F32
         logits = F32 * run.tokens * run.decoder.outputs // run.tp if run.update.head != "fused" else 0
-        saved = {"saved_activations": _moved(run, 1), "saved_scores": scores, "saved_weights": weights}
+        saved = {"saved_activations": _moved(run, 1), "saved_scores": scores, "saved_weights": _saved_weights(run)}
         return saved | {"saved_logits": logits}
     if remat == "products":
         return inputs | {"saved_activations": run.tokens * run.activation * _product_numbers(run)}
     return inputs
+
+
+def _saved_weights(run: RunSizes) -> int:
+    """Bytes of the layers' weights as products read them, without those that products read where they are stored."""
+    parts, a = axis_parts(GATHERED_AXES, run.mesh), run.activation
+    found, frozen = 0, frozen_specs(run.decoder)
+    for name, spec in param_specs(run.decoder).items():
+        stored = frozen_dtype(name, run.decoder) if name in frozen else "float32"
+        if name not in ENDS and (run.shards > 1 or stored != run.update.dtype):
+            found += a * (2 if stored == NF4_CODES else 1) * local_count(spec, parts)
+    return found
 
 
 def _product_numbers(run: RunSizes) -> int:
