@@ -31,6 +31,7 @@ from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config
 from podium.models.presets import PRESETS
 from podium.plan.calibration import load_chip
+from podium.plan.closed_form.estimate import PhaseEstimate, estimate
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.compiled.compile_worker import CompiledPhase
 from podium.plan.planned_device import Device
@@ -39,7 +40,6 @@ from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.request.step_calls import Call, packed_run, step_calls
 from podium.plan.request.workload import simulate_rollout
 from podium.plan.result import Seconds, judge, total
-from podium.plan.traced.estimate import PhaseEstimate, estimate
 from podium.run.divisible import check_divisible
 from podium.run.roles import find_decoder
 from podium.settings import load_settings

@@ -33,12 +33,12 @@ from benches.record import MEASUREMENTS, RESULTS, ROOT, arguments, record, recor
 from podium.accelerators import GIB, find_accelerator
 from podium.config.schema import Config
 from podium.models.presets import PRESETS
+from podium.plan.closed_form.estimate import estimate
 from podium.plan.compiled.compile import CompilerError, compile_phases
 from podium.plan.compiled.phases import PhaseProgram, device_bytes
 from podium.plan.planner import make_jobs
 from podium.plan.request.phase_sizes import Planned
 from podium.plan.traced.absent_devices import absent_programs, trace_memory
-from podium.plan.traced.estimate import estimate
 from podium.plan.traced.lifetimes import TracedMemory
 from podium.run.machine import Machine
 from podium.run.resolve import resolve

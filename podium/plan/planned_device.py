@@ -3,19 +3,19 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import podium.plan.traced.estimate as closed_form
+import podium.plan.closed_form.estimate as closed_form
 from podium.accelerators import Accelerator
 from podium.hlo.cost import Peaks, Roofline, roofline, sum_collectives
 from podium.models.flops import step_work, update_flops
 from podium.plan.calibration import Chip, Line, calibrated
+from podium.plan.closed_form.estimate import PhaseEstimate
+from podium.plan.closed_form.over_floor import beyond_floor
 from podium.plan.compiled.compile_worker import CompiledPhase
 from podium.plan.request.phase_sizes import F32, RunSizes, network_bytes
 from podium.plan.request.simulated_device import Clock
 from podium.plan.request.step_calls import Call, largest_calls
 from podium.plan.request.workload import SequenceLengths
 from podium.plan.result import BoundBy, LargeArray, Phase, Seconds, calibration_kind, total
-from podium.plan.traced.estimate import PhaseEstimate
-from podium.plan.traced.over_floor import beyond_floor
 from podium.plan.traced.trust import trust
 
 ESTIMATED = (0.7, 1.5)

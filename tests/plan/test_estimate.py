@@ -15,12 +15,12 @@ from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
+from podium.plan.closed_form.estimate import estimate, far_too_large, first_flops
+from podium.plan.closed_form.resident_memory import residents
 from podium.plan.planner import make_plan
 from podium.plan.request.phase_sizes import Planned, local_count, offloaded_bytes, optimizer_count
 from podium.plan.request.step_calls import step_calls
 from podium.plan.request.workload import simulate_rollout
-from podium.plan.traced.estimate import estimate, far_too_large, first_flops
-from podium.plan.traced.resident_memory import residents
 from podium.rollout.programs import (
     abstract_chunk,
     abstract_engine_cache,

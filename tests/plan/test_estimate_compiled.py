@@ -12,9 +12,9 @@ from estimated import QWEN_3B, config, decoder, phase
 from podium.accelerators import GIB, find_accelerator
 from podium.models.architecture import with_layers, with_lora
 from podium.models.presets import find_architecture
+from podium.plan.closed_form.estimate import update_phase
 from podium.plan.request.phase_sizes import Planned
 from podium.plan.result import ESTIMATE_TOO_CLOSE
-from podium.plan.traced.estimate import update_phase
 from podium.settings import load_settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"

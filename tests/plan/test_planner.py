@@ -19,6 +19,7 @@ from podium.hlo.cost import Peaks, Roofline, Work
 from podium.hlo.memory import Memory
 from podium.models.params import TRAIN_AXES, param_specs
 from podium.plan.calibration import Chip, Factor, calibrated, load_chip
+from podium.plan.closed_form.resident_memory import residents
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.compiled.compile_worker import CompiledPhase, LoopedWork, skipped_scopes
 from podium.plan.planned_device import ESTIMATED, Device
@@ -29,7 +30,6 @@ from podium.plan.request.planned_rows import ShapeShare
 from podium.plan.request.step_calls import shaped, step_calls, unshaped, update_calls
 from podium.plan.request.workload import Workload
 from podium.plan.result import Plan, Seconds, judge, total
-from podium.plan.traced.resident_memory import residents
 from podium.run.run_spec import RowShape
 from podium.settings import load_settings
 from podium.sharding import ShardingRules, init_params, make_mesh

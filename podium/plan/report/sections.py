@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import podium.plan.report.formatting as text
 from podium.accelerators import GIB
+from podium.plan.closed_form.over_floor import copies
 from podium.plan.report.advice import advice_line, effect
 from podium.plan.report.deviation import CheckRow
 from podium.plan.result import Phase, Plan, Verdict, margin
@@ -17,7 +18,6 @@ from podium.plan.search.fit import Fitted
 from podium.plan.search.largest import Largest
 from podium.plan.search.ranking import MOST_DEVICES, Ranking, by_price
 from podium.plan.search.study import Outcome, RunCost
-from podium.plan.traced.over_floor import copies
 from podium.prices import HOUR_S, OLD_MONTHS, months_old
 
 SHOWN = 12  # machines listed in a ranking

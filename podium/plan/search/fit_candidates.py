@@ -14,6 +14,7 @@ from typing import NamedTuple, get_args
 from podium.config.schema import Remat
 from podium.config.sizes import check_split, table_pages
 from podium.plan.calibration import find_chip
+from podium.plan.closed_form.estimate import decode_phase
 from podium.plan.planned_device import Device, closed_form_roofline
 from podium.plan.planner import is_compiled
 from podium.plan.request.candidate import Change, Changes, Value
@@ -22,7 +23,6 @@ from podium.plan.request.planned_rows import optimizer_steps
 from podium.plan.request.step_calls import Call, packed_run, rollout_calls, update_calls
 from podium.plan.request.workload import SequenceLengths, no_rollout, simulate_rollout
 from podium.plan.result import Phase, Plan, margin, part_of, total
-from podium.plan.traced.estimate import decode_phase
 from podium.run.resolve import resolve_batch, resolve_update
 from podium.train.batches.shapes import pack
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import podium.plan.traced.least_bytes as floor
+import podium.plan.closed_form.least_bytes as floor
 from podium.accelerators import GIB, Accelerator
 from podium.config.attention_blocks import attended_pairs
 from podium.models.architecture import rollout_decoder
@@ -34,6 +34,7 @@ from podium.models.params import (
     param_specs,
     trained_specs,
 )
+from podium.plan.closed_form.resident_memory import Parts, frozen_bytes, residents
 from podium.plan.request.phase_sizes import (
     ENDS,
     F32,
@@ -48,7 +49,6 @@ from podium.plan.request.phase_sizes import (
     offloaded_bytes,
     reduced_number,
 )
-from podium.plan.traced.resident_memory import Parts, frozen_bytes, residents
 from podium.run.run_spec import SCORE, Role
 
 BATCH_ARRAYS = (
@@ -95,7 +95,7 @@ class PhaseEstimate:
     hidden_bytes: int = 0
     """The bytes of `ici_bytes` that are sent while the device computes, if that takes as long."""
     least_bytes: int
-    """The bytes of `hbm_bytes` that no compiler can avoid (`podium.plan.traced.least_bytes`)."""
+    """The bytes of `hbm_bytes` that no compiler can avoid (`podium.plan.closed_form.least_bytes`)."""
     once_bytes: int = 0
     """Like `least_bytes`, once per call, before or after the iterations of its loop."""
     passes: int = 0
