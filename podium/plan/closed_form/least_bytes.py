@@ -1,7 +1,7 @@
 """The floor of each program: the bytes that a device has to move in it, whatever the compiler does. No jax.
 
 These are weights, the live cache, logits and optimizer state, each moved once. The operations of a floor are the closed
-form's (`podium.plan.closed_form.estimate`), which adds the bytes that compilers were seen to move beyond these;
+form's (`podium.plan.closed_form.estimate`), which adds those of activations and passes over logits;
 `podium.plan.closed_form.over_floor` compares compiled programs with both.
 """
 
