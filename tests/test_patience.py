@@ -135,7 +135,8 @@ def store(monkeypatch) -> Any:
     async def sleep(seconds: float) -> None:
         given.clock.now += seconds
 
-    monkeypatch.setattr(buckets.asyncio, "sleep", sleep)
+    own = types.SimpleNamespace(**{**vars(asyncio), "sleep": sleep})  # threads that other tests left wait as ever
+    monkeypatch.setattr(buckets, "asyncio", own)
     wait_in_requests.__wrapped__("s3")
     return registered[0]()
 
