@@ -29,6 +29,8 @@ Verdict = Literal["fits", "does_not_fit", "too_close"]
 BoundBy = Literal["compute", "hbm", "ici", "latency", "host", ""]
 By = Literal["compiler", "trace", "closed_form"]
 """What a plan's figures come from. With `trace`, programs that decide whether the run fits are compiled too."""
+Made = Literal["compiled", "traced", "estimated"]
+"""How a plan's figures were found: estimated is by the closed form alone."""
 TOO_CLOSE = 0.03  # largest relative difference seen between the compiler's figure and a device's measurement
 ESTIMATE_TOO_CLOSE = 0.2
 """Like TOO_CLOSE, for the closed form: the most by which it fell below the compiler's figure, but for attention whose
@@ -166,14 +168,18 @@ class Plan:
         """Whether its largest programs were traced, of which some may have been compiled too."""
         return any(phase.traced for phase in self.phases)
 
+    @property
+    def made(self) -> Made:
+        """How its figures were found."""
+        return "traced" if self.traced else "estimated" if self.estimate_only else "compiled"
+
     def _repr_html_(self) -> str:
         """Show the verdict, the memory and the seconds of a step in a notebook."""
         worst, step = self.worst, self.step
-        made = "traced" if self.traced else "closed-form estimate" if self.estimate_only else "compiled"
         facts = [
             ("config", self.config),
             ("machine", self.accelerator),
-            ("verdict", f"{self.verdict.replace('_', ' ')} ({made})"),
+            ("verdict", f"{self.verdict.replace('_', ' ')} ({self.made})"),
             ("memory of a device", f"{worst.bytes / GIB:.1f} of {self.hbm_bytes / GIB:.4g} GiB, in {worst.name}"),
         ]
         if step is not None:

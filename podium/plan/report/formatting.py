@@ -97,7 +97,7 @@ def verdict_head(plan: Plan) -> str:
     """Whether the run fits, and by what margin."""
     worst = plan.worst
     needs = f": {worst.name} needs {gib(worst.bytes)} of {exact_gib(plan.hbm_bytes)} GiB"
-    made = " as traced" if plan.traced else " by closed-form estimate" if plan.estimate_only else ""
+    made = {"traced": " as traced", "estimated": " by closed-form estimate", "compiled": ""}[plan.made]
     where = f" {plan.accelerator}{made}"
     memory = {
         "fits": f"{where}{',' if made else ''} with {spare(plan)}",

@@ -149,7 +149,7 @@ def auto_sections(found: Ranking, notes: Sequence[str]) -> list[ReportSection]:
     others += [f"settings do not divide over {found.refused}"] * bool(found.refused)
     first = (
         f"cheapest: {best.label}, {_price(best)}; fastest: {quick.label}, {_price(quick)} (fits {len(found.outcomes)}"
-        f" machines of up to {MOST_DEVICES} devices; {'; '.join(others)})"
+        f" machines of up to {MOST_DEVICES} devices{''.join(f'; {each}' for each in others)})"
     )
     shown = [*found.outcomes[:SHOWN], *([quick] if quick not in found.outcomes[:SHOWN] else [])]
     table = _table(MACHINES, ((each, each.plan, each.cost) for each in shown), 0, 4, 6)
@@ -342,7 +342,7 @@ MACHINES: Columns = (
     ("s per step", lambda each, plan, cost: text.number(plan.step.value) if plan.step else "-"),
     ("peak in", lambda each, plan, cost: plan.worst.name),
     ("GiB spare", lambda each, plan, cost: text.number(plan.spare_bytes / GIB)),
-    ("made by", lambda each, plan, cost: "trace" if plan.traced else "estimate" if plan.estimate_only else "compiled"),
+    ("", lambda each, plan, cost: plan.made),
 )
 
 

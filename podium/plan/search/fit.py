@@ -194,7 +194,7 @@ class Fit:
     def _note(self, found: Outcome) -> None:
         """Record a whole plan among the settings that were tried."""
         plan = found.plan
-        made_by = "closed form" if plan.estimate_only else "whole plan"
+        made_by = {"estimated": "closed form", "traced": "trace", "compiled": "whole plan"}[plan.made]
         seconds = plan.step.value if plan.step else 0.0
         fits = plan.verdict == "fits"
         self.tried.append(

@@ -127,7 +127,7 @@ def rank_machines(study: Study) -> Ranking:
 
 def _guessed(outcome: Outcome) -> bool:
     """Whether the plan is the closed form's alone."""
-    return outcome.plan.estimate_only and not outcome.plan.traced
+    return outcome.plan.made == "estimated"
 
 
 def _fitting(outcomes: Iterable[Outcome]) -> list[Outcome]:
