@@ -219,7 +219,7 @@ def ask_compiler(drawn: Drawn) -> dict[str, Any]:
     accelerator, before = find_accelerator(drawn.machine), _children_s()
     planned = Planned.of(drawn.config, accelerator)
     found = compile_phases(make_jobs(planned, {"update": 1.0}))["update"]
-    closed = next(each.total for each in estimate(planned.sizes) if each.name == "update")
+    closed = _update_bytes(planned)
     traced, compiled, cost = drawn.share * accelerator.hbm_bytes, found.device_bytes, found.cost(1.0)
     return {
         "settings": drawn.settings,
@@ -239,6 +239,11 @@ def ask_compiler(drawn: Drawn) -> dict[str, Any]:
         "at_peak": [f"{size / GIB:.2f} {array!r}" for size, array in drawn.traced.largest[:4]],
         "compile_cpu_s": round(_children_s() - before, 1),
     }
+
+
+def _update_bytes(planned: Planned) -> int:
+    """Bytes of an update by the closed form."""
+    return next(each.total for each in estimate(planned.sizes) if each.name == "update")
 
 
 def _children_s() -> float:
@@ -268,14 +273,16 @@ def compiled_rows(seed: int, count: int) -> Iterator[dict[str, Any]]:
 
 
 def rows_again(seed: int, results: Path) -> Iterator[dict[str, Any]]:
-    """What a seed drew before, with its compiled figures, as it is traced now."""
+    """What a seed drew before, with its compiled figures, as it is traced and estimated now."""
     for row in recorded(f"{BLIND}-{seed}-planned", "rows", results):
         settings = row["settings"]
         drawn = _trace_update(settings, row["machine"], settings["train.rows_per_device"])
         if drawn is not None:
-            traced = drawn.share * row["hbm_gib"]
-            error = round(traced / row["compiled_gib"] - 1, 4)
-            again = {"traced_gib": round(traced, 3), "traced_error": error, "traced_bytes": None}
+            planned = Planned.of(drawn.config, find_accelerator(row["machine"]))
+            by = {"traced": drawn.share * row["hbm_gib"], "closed_form": _update_bytes(planned) / GIB}
+            again = {f"{form}_gib": round(gib, 3) for form, gib in by.items()}
+            again |= {f"{form}_error": round(gib / row["compiled_gib"] - 1, 4) for form, gib in by.items()}
+            again["traced_bytes"] = None
             yield row | again | {"at_peak": [f"{size / GIB:.2f} {array!r}" for size, array in drawn.traced.largest[:4]]}
 
 
