@@ -4,12 +4,12 @@
     python -m benches.traced --count 4     (of each file)
     python -m benches.traced --blind 5901 --count 30     (twenty minutes of CPU: each update is compiled)
 
-The compiled figures are recorded ones: the plans of tests/golden, and the rows of `benches.closed_form --at-limit`,
-those of 23 November with models of one kind of layer, and the last twelve, with all models. The programs are those of
-today, so a row whose program has changed since shows that change too. Where closed form and trace are more than 8 %
-apart, one is wrong: `apart` names these rows, with the one that is further off. A compiler that runs short of memory
-computes arrays again instead of keeping them, so figures are also given for the programs whose trace fits. Writes
-benches/results/traced-planned.json.
+The compiled figures are recorded ones: the plans of tests/golden, and the random configurations of
+`benches.closed_form`, those of 23 November with models of one kind of layer, and the last twelve, with all models. The
+programs are those of today, so a row whose program has changed since shows that change too. Where closed form and trace
+are more than 8 % apart, one is wrong: `apart` names these rows, with the one that is further off. A compiler that runs
+short of memory computes arrays again instead of keeping them, so figures are also given for the programs whose trace
+fits. Writes benches/results/traced-planned.json.
 
 With --blind SEED updates are drawn instead whose trace needs nine tenths to eleven tenths of a TPU's memory: all
 presets (one in eight with layers of several kinds), every mesh, adapters on each base, each remat, row groups, moments
@@ -28,7 +28,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benches.closed_form import BASES, LENGTH_OF_QUADRATIC, LIMIT_CHOICES, LIMIT_MACHINES, RANKS
+from benches.closed_form import (
+    BASES,
+    LENGTH_OF_QUADRATIC,
+    LIMIT_CHOICES,
+    LIMIT_MACHINES,
+    LIMIT_ROWS,
+    PLANS,
+    RANKS,
+    gsm8k,
+    has_pattern,
+)
 from benches.record import MEASUREMENTS, RESULTS, ROOT, arguments, record, recorded, write_section
 from podium.accelerators import GIB, find_accelerator
 from podium.config.schema import Config
@@ -45,10 +55,6 @@ from podium.run.resolve import resolve
 from podium.run.roles import find_decoder
 from podium.settings import load_settings
 
-ROWS = ("closed-form-limit-planned", "closed-form-limit-some-planned")
-PLANS = ROOT / "tests" / "golden" / "behaviour" / "plans.json"
-PATTERNS = ("gemma-3", "Qwen3.5", "gpt-oss")
-"""Parts of the names of models whose layers are of several kinds."""
 APART = 0.08
 REPEATED = 1.02
 """Ratio of compiled to traced operations from which on a program is named."""
@@ -78,8 +84,7 @@ def limit_cases(name: str, count: int | None) -> Iterator[Case]:
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     for row in rows[:count]:
         settings = {key: value for key, value in row["settings"].items() if key != "lengths"}
-        texts = [f"{key}={value}" for key, value in settings.items()]
-        config = load_settings([ROOT / "configs" / "gsm8k.yaml"], texts, {}).config
+        config = gsm8k(settings)
         for phase, compiled in row["compiled_gib"].items():
             yield Case(row["tpu"], config, phase, compiled, None, {"file": name, "settings": settings})
 
@@ -202,9 +207,7 @@ def _trace_update(settings: Mapping[str, Any], machine: str, rows: int) -> Drawn
     """An update with its trace; None if its arguments alone are too large. Raises ValueError as `_with_rows`."""
     accelerator = find_accelerator(machine)
     own = {**settings, "train.rows_per_device": rows}
-    config = load_settings(
-        [ROOT / "configs" / "gsm8k.yaml"], [f"{key}={value}" for key, value in own.items()], {}
-    ).config
+    config = gsm8k(own)
     spec = resolve(config, find_decoder(config), Machine.planned(accelerator))
     program = absent_programs(spec, accelerator)["update"]
     held = sum(program.residents.values())
@@ -292,11 +295,6 @@ def by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, 
     return {name: {by: figures(each, by) for by in ("traced", "closed_form")} for name, each in groups.items()}
 
 
-def has_pattern(model: str) -> bool:
-    """Whether a model's layers are of several kinds."""
-    return any(part in model for part in PATTERNS)
-
-
 def kind(row: Mapping[str, Any]) -> str:
     """The group of a row in the figures."""
     if row["program"] != "update":
@@ -349,7 +347,7 @@ def main() -> int:
         again = rows_again(seed, chosen.results) if chosen.again else None
         judge_blind(seed, again or compiled_rows(seed, chosen.count or BLIND_COUNT), chosen.results)
         return 0
-    cases = [*golden_cases(), *(case for name in ROWS for case in limit_cases(name, chosen.count))]
+    cases = [*golden_cases(), *(case for name in LIMIT_ROWS for case in limit_cases(name, chosen.count))]
     rows: list[dict[str, Any]] = []
     for case in cases:
         rows.append(row := compare(case))
