@@ -189,13 +189,20 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The peak memory of the largest program among those that a search compiles."""
+    """The peak memory of the largest program among those that a search compiles, traces or estimates."""
 
     phase: str
     bytes: int  # per device: residents, the program's allocations, and code
     refused: bool  # whether the compiler rejects the program, whatever else is on the device
     compiled: bool
     high_bytes: int = 0  # the most that a traced program may need; 0: `bytes` and the margin of error
+
+    @property
+    def made_by(self) -> str:
+        """Where the figure comes from, in a word or two."""
+        if self.compiled:
+            return "its refusal" if self.refused else "compiler"
+        return "trace" if self.high_bytes else "closed form"
 
     def fits(self, hbm_bytes: int) -> bool:
         """Whether the program compiles and its peak fits in a device's memory."""

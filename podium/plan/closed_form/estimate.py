@@ -68,6 +68,8 @@ MOVED = {"forward": 2, "update": 6}
 its gradient written, and read by two products."""
 AGAIN = 2
 """As often again, if the backward pass computes it anew."""
+ADDED = 3
+"""How often gradients pass through main memory to be added to the sum over micro-batches: both read, one written."""
 COPIED_LAYERS = 2
 """Layers whose inputs are on the device if they are stored on the host: the one in use, and the one being copied."""
 RECOMPUTES = ("layer", "offload")
@@ -337,13 +339,16 @@ def update_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
         gathers += (layers + head) * reduced_number(run)
     gathered = int(gathers * sends)
     reduced = 2 * own * F32 * (run.dp - 1) // run.dp
-    passes = _moved(run, MOVED["update"] + AGAIN * (remat in RECOMPUTES)) + _update_logits_moved(run)
+    several = run.spec.batch.max_micro_batches > 1
+    adding = ADDED * F32 * own if several else 0
+    passes = _moved(run, MOVED["update"] + AGAIN * (remat in RECOMPUTES)) + _update_logits_moved(run) + adding
     least, once = floor.micro_batch_bytes(run), floor.optimizer_step_bytes(run)
     return PhaseEstimate(
         name="update",
         parts=residents(run, "update") | _batch(run) | _update_peak(run),
         flops=_update_flops(run),
-        hbm_bytes=int(least + 2 * layers * a + passes + once / micro_batches),
+        # Of gradients `least` has two movements: one is that by the product that makes them, one is in `adding`.
+        hbm_bytes=int(least + 2 * layers * a + passes - (F32 * own if several else 0) + once / micro_batches),
         ici_bytes=gathered
         + reduced
         + (6 if remat in RECOMPUTES else 4) * _tp_ici(run, tokens)

@@ -162,11 +162,15 @@ class Fit:
                     continue
                 for (phase, half), peak in zip(open_phases.items(), peaks, strict=True):
                     choice.learn(half, phase, peak.bytes, refused=peak.refused)
-                    made_by = "its refusal" if peak.refused else "compiler" if peak.compiled else "closed form"
                     fits = choice.need(half) <= choice.limit(pair.place)
                     self.tried.append(
                         Tried(
-                            changed.changes, phase, bytes=peak.bytes, fits=fits, seconds=pair.seconds, made_by=made_by
+                            changed.changes,
+                            phase,
+                            bytes=peak.bytes,
+                            fits=fits,
+                            seconds=pair.seconds,
+                            made_by=peak.made_by,
                         )
                     )
                 continue
