@@ -1,88 +1,47 @@
-"""How far `podium plan --fast` is from the compiler, in memory: random configurations, each compiled.
+"""How far the closed form is from the compiler, in memory and seconds: recorded programs, and fresh draws.
 
-    python -m benches.closed_form          (an hour on two cores the first time; each program is kept)
-    python -m benches.closed_form --count 4
-    python -m benches.closed_form --at-limit         (needs podium-rl[plan-gpu] too)
+    python -m benches.closed_form                          (a minute of CPU; nothing is compiled)
+    python -m benches.closed_form --draw 1901 --count 12   (an hour of two cores; needs podium-rl[plan-gpu] too)
 
-Models, machines, meshes, batches, recipes and lengths are drawn with a fixed seed; a draw counts where the closed form
-needs 0.4 to 1.4 times the memory, since elsewhere the answer is plain. Of each, the programs that may bind are
-compiled: those of which the closed form says at least three quarters of the worst. Writes
-benches/results/closed-form-planned.json and its part of docs/planner-measurements.md; exit status 1 where a bar is
-missed.
+The compiled figures are recorded ones: the plans of tests/golden, whose seconds are compared too, and the memory of two
+files of random configurations. Writes benches/results/closed-form-planned.json and its part of
+docs/planner-measurements.md.
 
-With --at-limit 60 others, where the closed form is within a tenth of the memory, every third on GPUs: all presets,
-every mesh (tp and sp too), up to 64k tokens, adapters on each base, each remat, row groups, moments on the host,
-attention as a kernel and without; any that it says fits and the compiler says does not counts, however little is
-missing. The seconds of the compiled programs are compared too: they should lie in the closed form's range. An
-interrupted bench goes on where it was. The result of fewer than 60, `--count 6`, is closed-form-limit-some. Whoever
-mends the closed form draws with another `--seed` than the one that judges it.
+With --draw SEED new configurations are drawn where the closed form is within a tenth of the memory, every third on
+GPUs: all presets, every mesh (tp and sp too), up to 64k tokens, adapters on each base, each remat, row groups, moments
+on the host, attention as a kernel and without. Of each, the programs that may bind are compiled: those of which the
+closed form says at least three quarters of the worst. They replace benches/results/closed-form-limit-some-planned.json,
+which this bench and `benches.traced` read. Use a seed for which no figures have been seen yet.
 """
 
-import math
+import json
 import random
 import statistics
-import sys
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benches.record import MEASUREMENTS, ROOT, arguments, record, write_section
+from benches.record import MEASUREMENTS, RESULTS, ROOT, arguments, record, recorded, write_section
 from podium.accelerators import GIB, Accelerator, find_accelerator
 from podium.config.schema import Config
 from podium.models.presets import PRESETS
-from podium.plan.calibration import load_chip
+from podium.plan.closed_form.estimate import PhaseEstimate, estimate
 from podium.plan.compiled.compile import compile_phases
-from podium.plan.compiled.compile_worker import CompiledPhase
-from podium.plan.planned_device import Device
-from podium.plan.planner import is_compiled, make_jobs
-from podium.plan.request.phase_sizes import Planned, RunSizes
-from podium.plan.request.step_calls import Call, packed_run, step_calls
-from podium.plan.request.workload import simulate_rollout
-from podium.plan.result import Seconds, judge, total
-from podium.plan.traced.estimate import PhaseEstimate, estimate
+from podium.plan.planner import is_compiled, make_jobs, make_plan
+from podium.plan.request.phase_sizes import Planned
 from podium.run.divisible import check_divisible
-from podium.run.roles import find_decoder
 from podium.settings import load_settings
 
-COUNT = 40
-SEEN = 20
-"""Configurations that were known when the closed form was last corrected; the later ones were not."""
-NEAR = 0.4, 1.4
-"""Share of the memory that the closed form must give for a configuration to be compiled."""
+NAME, LIMIT, DRAWN = "closed-form", "closed-form-limit-planned", "closed-form-limit-some-planned"
+LIMIT_ROWS = (LIMIT, DRAWN)
+"""Files of random configurations at the limit: sixty of 23 November with models of one kind of layer, and the last."""
+PLANS = ROOT / "tests" / "golden" / "behaviour" / "plans.json"
+PATTERNS = ("gemma-3", "Qwen3.5", "gpt-oss")
+"""Parts of the names of models whose layers are of several kinds."""
 MAY_BIND = 0.75
 """Share of the worst phase's memory from which on a phase is compiled too."""
 PROGRAMS = ("update", "decode", "prefill", "score")
 """Phases that make large arrays; what the others hold, these hold too."""
-BARS = {"mean_error": 0.10, "false_fits": 0}
-LIMIT_COUNT, LIMIT_NEAR, LIMIT_SEED = 60, (0.9, 1.1), 23
-LIMIT_BARS = {"mean_error": 0.04, "worst_error": 0.10, "false_fits": 0, "seconds_outside": 0.10}
-SHORT = 2048
-"""Most new tokens of a run that is planned with GSM8K's lengths; longer ones with completions of this many."""
-MODELS = (
-    "Qwen/Qwen2.5-0.5B-Instruct",
-    "Qwen/Qwen2.5-1.5B-Instruct",
-    "Qwen/Qwen2.5-3B-Instruct",
-    "Qwen/Qwen2.5-7B-Instruct",
-    "Qwen/Qwen3-0.6B",
-    "Qwen/Qwen3-1.7B",
-    "Qwen/Qwen3-4B",
-    "Qwen/Qwen3-8B",
-    "meta-llama/Llama-3.2-1B-Instruct",
-)
-MACHINES = ("v6e-1", "v6e-4", "v6e-8", "v6e-16", "v5p-8", "v5p-16", "v5litepod-8", "v5litepod-16", "v4-8", "v4-16")
-CHOICES: Mapping[str, Sequence[Any]] = {
-    "group_size": (8, 16),
-    "rollout.max_prompt_tokens": (128, 256, 512),
-    "rollout.max_new_tokens": (256, 512, 1024, 2048),
-    "train.rows_per_device": (1, 2, 4, 8, 16),
-    "train.remat": ("layer", "layer", "products", "none"),
-    "train.head_chunk_tokens": (512, 1024, 4096),
-    "train.packing": ("shared_prompts", "sequences", "none"),
-    "train.optimizer.name": ("adamw", "adamw", "lion", "sgd"),
-    "algorithm.kl": ("none", "none", "k3"),
-}
-
-
+COUNT, LIMIT_NEAR = 12, (0.9, 1.1)
 LIMIT_MACHINES = {
     "tpu": (
         "v6e-1",
@@ -111,7 +70,6 @@ LIMIT_CHOICES: Mapping[str, Sequence[Any]] = {
     "train.offload_optimizer": (False, False, True),
     "algorithm.kl": ("none", "none", "k3"),
 }
-SHORT_NAMES = {"train.offload_optimizer": "moments on the host", "train.layer_chunk_tokens": "row groups"}
 RANKS = (None, None, 8, 32, 64)
 BASES = ("bfloat16", "bfloat16", "int8", "nf4")
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 19, 24, 32, 40, 57)
@@ -160,9 +118,8 @@ def _at_limit(source: random.Random, platform: str) -> tuple[dict[str, Any], Con
         settings["train.rows_per_device"] = rows
         if grouped and rows > 1:
             settings["train.layer_chunk_tokens"] = -(-rows // 4) * longest
-        base = ROOT / "configs" / "gsm8k.yaml"
         try:
-            config = load_settings([base], [f"{key}={value}" for key, value in settings.items()], {}).config
+            config = gsm8k(settings)
             run = Planned.of(config, accelerator).sizes
             check_divisible(run.spec)
             worst = max(each.total for each in estimates(config, accelerator))
@@ -175,156 +132,132 @@ def _at_limit(source: random.Random, platform: str) -> tuple[dict[str, Any], Con
     return None
 
 
-def draws(count: int) -> Iterator[tuple[dict[str, Any], Config, Accelerator]]:
-    """Draw `count` usable cases: settings, the config they make, and the machine."""
-    source = random.Random(1)
-    while count:
-        accelerator = find_accelerator(source.choice(MACHINES))
-        settings = {"model": source.choice(MODELS), **{key: source.choice(of) for key, of in CHOICES.items()}}
-        devices = accelerator.devices
-        settings["mesh"] = source.choice(["auto", "auto", f"fsdp:{devices // 2},tp:2"]) if devices > 1 else "auto"
-        settings["rollout.slots"] = devices * source.choice((8, 16, 32, 64))
-        settings["rollout.prefill_rows"] = devices * source.choice((1, 2, 4, 8))
-        settings["prompts_per_step"] = devices * 2
-        if settings["algorithm.kl"] != "none":
-            settings["algorithm.kl_coef"] = 0.01
-        base = ROOT / "configs" / "gsm8k.yaml"
-        config = load_settings([base], [f"{key}={value}" for key, value in settings.items()], {}).config
-        low, high = (share * accelerator.hbm_bytes for share in NEAR)
-        if low <= max(each.total for each in estimates(config, accelerator)) <= high:
-            yield settings, config, accelerator
-            count -= 1
-
-
 def estimates(config: Config, accelerator: Accelerator) -> list[PhaseEstimate]:
     """Every phase of a run by the closed form."""
     return estimate(Planned.of(config, accelerator).sizes)
 
 
 def ask(settings: Mapping[str, Any], config: Config, accelerator: Accelerator) -> dict[str, Any]:
-    """One configuration: bytes and seconds by the closed form and by the compiler."""
-    decoder = find_decoder(config)
-    run = Planned.of(config, accelerator, decoder).sizes
-    drawn = run.draw_lengths(lengths := "gsm8k" if run.rollout.max_new_tokens <= SHORT else f"fixed:{SHORT}")
-    workload = simulate_rollout(drawn, run.rollout, shards=run.rollout_shards, overlap=True)
-    run, micro_batches = packed_run(run, drawn)
+    """One configuration by its compiler."""
+    planned = Planned.of(config, accelerator)
+    run = planned.sizes
     forms = {each.name: each.total for each in estimate(run)}
-    worst = max(forms.values())
     sized = {"prefill": f"prefill:{max(run.buckets)}", "decode": f"decode:{run.rollout.slots}"}
-    names = [sized.get(name, name) for name in PROGRAMS if forms.get(name, 0) >= MAY_BIND * worst]
-    calls = [call for call in step_calls(run, workload, micro_batches) if call.program in names]
-    compiled = compile_phases(
-        make_jobs(Planned.of(config, accelerator, decoder), {call.program: call.blocks for call in calls})
-    )
+    names = {sized.get(name, name): name for name in PROGRAMS if forms.get(name, 0) >= MAY_BIND * max(forms.values())}
+    compiled = compile_phases(make_jobs(planned, dict.fromkeys(names, 1.0)))
     code = sum(each.memory.code for each in compiled.values())
-    found = {call.phase: compiled[call.program].device_bytes + code for call in calls}
-    truth = max(found.values())
-    says = judge([worst], accelerator.hbm_bytes, compiled=False)
-    refused = any(each.refused for each in compiled.values())
-    estimated, measured = seconds(calls, compiled, run, accelerator)
     return {
         "tpu": accelerator.name,
-        "settings": dict(settings) | {"lengths": lengths},
-        "closed_form_gib": {call.phase: round(forms[call.phase] / GIB, 3) for call in calls},
-        "compiled_gib": {name: round(size / GIB, 3) for name, size in found.items()},
+        "settings": dict(settings),
+        "compiled_gib": {phase: round((compiled[name].device_bytes + code) / GIB, 3) for name, phase in names.items()},
         "hbm_gib": round(accelerator.hbm_bytes / GIB, 3),
-        "error": round(worst / truth - 1, 4),
-        "verdicts": [says, judge([truth], accelerator.hbm_bytes)],
-        "false_fit": says == "fits" and (refused or truth > accelerator.hbm_bytes),
-        "closed_form_s": [round(each, 4) for each in (estimated.low, estimated.value, estimated.high)],
-        "compiled_s": round(measured.value, 4),
-        "within_range": estimated.low <= measured.value <= estimated.high,
+        "refused": any(each.refused for each in compiled.values()),
     }
 
 
-def seconds(
-    calls: Sequence[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes, accelerator: Accelerator
-) -> tuple[Seconds, Seconds]:
-    """Seconds of the calls by the closed form, and of their compiled programs."""
-    device = Device(accelerator, load_chip(accelerator.generation))
-    estimated = [device.estimated_phase([call], run) for call in calls]
-    measured = [device.compiled_phase([call], compiled, run) for call in calls]
-    first, second = (total(each.seconds for each in phases if each.seconds) for phases in (estimated, measured))
-    return first, second
+def limit_rows(name: str) -> Iterator[dict[str, Any]]:
+    """The programs of a file of random configurations, compiled and by the closed form."""
+    for row in recorded(name, "rows"):
+        settings = {key: value for key, value in row["settings"].items() if key != "lengths"}
+        config = gsm8k(settings)
+        forms = {each.name: each.total / GIB for each in estimates(config, find_accelerator(row["tpu"]))}
+        for phase, compiled in row["compiled_gib"].items():
+            gib = (forms[phase], compiled, row["hbm_gib"])
+            yield _row(row["tpu"], config.model, phase, gib) | {"file": name, "settings": settings}
 
 
-def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The figures of all rows."""
-    errors = [abs(row["error"]) for row in rows]
+def golden_rows() -> Iterator[dict[str, Any]]:
+    """The programs of the recorded plans, compiled and by the closed form."""
+    for name, golden in json.loads(PLANS.read_text()).items():
+        path, machine = name.split()
+        config = load_settings([ROOT / path], [], {}).config
+        plan = make_plan(Planned.of(config, find_accelerator(machine)), by="closed_form")
+        for phase in golden["phases"]:
+            form = plan.find_phase(phase["name"])
+            if not phase["compiled"] or form is None or form.seconds is None or phase["name"] == "copy":
+                continue
+            compiled = phase["gib"] - phase["parts_gib"]["code"]
+            found = _row(machine, config.model, phase["name"], (form.bytes / GIB, compiled, plan.hbm_bytes / GIB))
+            found |= {"file": "plans", "config": path}
+            if form.seconds.value and (took := phase["seconds"]["value"]):
+                own = form.seconds
+                found |= {"closed_form_s": [own.low, own.value, own.high], "compiled_s": took}
+                found["ratio"] = round(took / own.value, 3)
+            yield found
+
+
+def gsm8k(settings: Mapping[str, Any]) -> Config:
+    """The config of settings over those of configs/gsm8k.yaml."""
+    texts = [f"{key}={value}" for key, value in settings.items()]
+    return load_settings([ROOT / "configs" / "gsm8k.yaml"], texts, {}).config
+
+
+def _row(machine: str, model: str, phase: str, gib: tuple[float, float, float]) -> dict[str, Any]:
+    """One program; GiB by the closed form, by the compiler, and of the device."""
+    form, compiled, hbm = (round(each, 3) for each in gib)
+    about = {"machine": machine, "model": model, "program": phase, "closed_form_gib": form, "compiled_gib": compiled}
+    return about | {"hbm_gib": hbm, "error": round(form / compiled - 1, 4)}
+
+
+def has_pattern(model: str) -> bool:
+    """Whether a model's layers are of several kinds."""
+    return any(part in model for part in PATTERNS)
+
+
+def kind(row: Mapping[str, Any]) -> str:
+    """The group of a row in the figures."""
+    if row["program"] != "update":
+        return row["program"]
+    layers = "patterns" if has_pattern(row["model"]) else "one kind of layer"
+    return f"update, {'TPU' if row['machine'][0] == 'v' else 'GPU'}, {layers}"
+
+
+def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The errors of some rows, and the ratios of compiled seconds to the closed form's where these are known."""
+    errors, ratios = [row["error"] for row in rows], sorted(row["ratio"] for row in rows if "ratio" in row)
     return {
-        "mean_error": round(statistics.mean(errors), 4),
-        "mean_error_of_others": round(statistics.mean(errors[SEEN:]), 4) if errors[SEEN:] else math.nan,
-        "worst_error": round(max(errors), 4),
-        "false_fits": sum(row["false_fit"] for row in rows),
-        "same_verdict": sum(len(set(row["verdicts"])) == 1 for row in rows),
-        "seconds_outside": round(statistics.mean(not row["within_range"] for row in rows), 4),
+        "programs": len(rows),
+        "mean": round(statistics.mean(map(abs, errors)), 4),
+        "lowest": min(errors),
+        "highest": max(errors),
+        "false_fits": sum(row["closed_form_gib"] <= row["hbm_gib"] < row["compiled_gib"] for row in rows),
+        "seconds": [ratios[0], round(statistics.median(ratios), 3), ratios[-1]] if ratios else None,
     }
 
 
-def lines(rows: Sequence[Mapping[str, Any]], figures: Mapping[str, float], seen: int) -> Iterator[str]:
-    """The table for docs/planner-measurements.md; `seen` rows were used to adjust the closed form."""
-    summary = (
-        f"{len(rows)} configurations drawn at random: {figures['mean_error']:.1%} off on average,"
-        f" {figures['worst_error']:.1%} at worst; {figures['false_fits']:.0f} predicted to fit where the compiler"
-        f" disagrees; the same verdict for {figures['same_verdict']:.0f}; the compiled programs' seconds in the range"
-        f" of the closed form for {1 - figures['seconds_outside']:.0%}."
-    )
-    if seen:
-        summary += (
-            f" The first {seen} were used when the closed form was last adjusted; the others are"
-            f" {figures['mean_error_of_others']:.1%} off on average."
-        )
-    yield from textwrap.wrap(summary, 118)
-    yield from (
-        "",
-        "| | machine | model, mesh | rows, tokens | remat, attention, more | largest | closed form, GiB | compiled"
-        " | error | seconds (range) | compiled |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    )
-    for number, row in enumerate(rows, 1):
-        settings = row["settings"]
-        binds = max(row["compiled_gib"], key=row["compiled_gib"].get)
-        form, truth = max(row["closed_form_gib"].values()), max(row["compiled_gib"].values())
-        tokens = settings["rollout.max_prompt_tokens"] + settings["rollout.max_new_tokens"]
-        run = f"{row['tpu']} | {settings['model'].partition('/')[2]}, {settings['mesh']}"
-        run += f" | {settings['train.rows_per_device']} x {tokens}"
-        run += f" | {settings['train.remat']}, {settings.get('train.attention', 'auto')}{_more(settings)}"
-        low, value, high = (f"{each:.3g}" for each in row["closed_form_s"])
-        memory = f"{binds} | {form:.1f} | {truth:.1f} of {row['hbm_gib']:.1f} | {row['error']:+.1%}"
-        yield f"| {number} | {run} | {memory} | {value} ({low}-{high}) | {row['compiled_s']:.3g} |"
+def table(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """The figures for docs/planner-measurements.md."""
+    yield "| program | number | memory: mean error | lowest | highest | false fits | compiled seconds over its own |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, each in found.items():
+        errors = f"{each['mean']:.1%} | {each['lowest']:+.1%} | {each['highest']:+.1%} | {each['false_fits']}"
+        low, middle, high = each["seconds"] or (0, 0, 0)
+        took = f"{low:.2f} to {high:.2f}, median {middle:.2f}" if each["seconds"] else "-"
+        yield f"| {name} | {each['programs']} | {errors} | {took} |"
 
 
-def _more(settings: Mapping[str, Any]) -> str:
-    """What else decides about an update's memory."""
-    more = "".join(f", {name}" for key, name in SHORT_NAMES.items() if settings.get(key))
-    return f"{more}, LoRA {settings['lora.rank']} {settings['lora.base']}" if "lora.rank" in settings else more
+def draw(seed: int, count: int) -> None:
+    """Compile new configurations, and write their figures after each."""
+    rows: list[dict[str, Any]] = []
+    for number, (settings, config, accelerator) in enumerate(limit_draws(count, seed), 1):
+        rows.append(row := ask(settings, config, accelerator))
+        print(f"{number}: {row['tpu']} {settings} {row['compiled_gib']}", flush=True)
+        record(DRAWN, {"seed": seed, "rows": rows}, RESULTS)
 
 
 def main() -> None:
-    """Prints every configuration, then the figures; exit status 1 where a bar is missed."""
     parser = arguments(__doc__)
-    parser.add_argument("--count", type=int, help=f"of configurations; unset: {COUNT}, or {LIMIT_COUNT}")
-    parser.add_argument("--at-limit", action="store_true", help="draw where the memory ends")
-    parser.add_argument("--seed", type=int, default=LIMIT_SEED, help="of the draws at the limit")
+    parser.add_argument("--draw", type=int, metavar="SEED", help="compile configurations that this seed draws")
+    parser.add_argument("--count", type=int, default=COUNT, help="configurations to draw")
     args = parser.parse_args()
-    count = args.count or (LIMIT_COUNT if args.at_limit else COUNT)
-    name, bars = ("closed-form-limit", LIMIT_BARS) if args.at_limit else ("closed-form", BARS)
-    name += "-some" if args.at_limit and count < LIMIT_COUNT else ""
-    known = {"bars": bars, "asked": count} | ({"seed": args.seed} if args.at_limit else {})
-    rows: list[dict[str, Any]] = []
-    figures: dict[str, float] = {}
-    drawn = limit_draws(count, args.seed) if args.at_limit else draws(count)
-    for number, (settings, config, accelerator) in enumerate(drawn, 1):
-        rows.append(row := ask(settings, config, accelerator))
-        print(f"{number}: {row['tpu']} {settings}", flush=True)
-        print(f"   {row['closed_form_gib']} compiled {row['compiled_gib']} {row['error']:+.1%}", flush=True)
-        figures = summary(rows)
-        record(f"{name}-planned", {**known, "figures": figures, "rows": rows}, args.results)
-        if args.count is None or args.at_limit:
-            table = list(lines(rows, figures, 0 if args.at_limit else SEEN))
-            write_section(MEASUREMENTS, name, table, args.results)
-    print(figures)
-    sys.exit(any(figures[name] > bar for name, bar in bars.items()))
+    if args.draw is not None:
+        draw(args.draw, args.count)
+    rows = [*golden_rows(), *(row for name in LIMIT_ROWS for row in limit_rows(name))]
+    groups = {name: [row for row in rows if kind(row) == name] for name in sorted({kind(row) for row in rows})}
+    found = {name: figures(each) for name, each in groups.items()}
+    record(f"{NAME}-planned", {"figures": found, "rows": rows}, args.results)
+    write_section(MEASUREMENTS, NAME, list(table(found)), args.results)
+    print(*table(found), sep="\n")
 
 
 if __name__ == "__main__":

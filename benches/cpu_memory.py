@@ -15,10 +15,10 @@ from benches.record import arguments, record
 from podium.accelerators import Accelerator
 from podium.config.schema import Config
 from podium.models.presets import find_architecture
+from podium.plan.closed_form.estimate import estimate
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.planner import make_jobs
 from podium.plan.request.phase_sizes import Planned
-from podium.plan.traced.estimate import estimate
 
 BAR_GB = 9.0
 CPU = Accelerator(name="cpu-1", generation="cpu", devices=1, hosts=1, hbm_bytes=16 * 10**9)

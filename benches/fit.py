@@ -4,9 +4,9 @@
 
 Each case is a model, a machine and lengths with settings that do not fit. The search may change what the run learns
 only if nothing else fits. A row says whether the settings that it found fit once they are compiled, how many programs
-the search and the plan at its end compiled, each case with an empty cache, and the seconds of a step, estimated and
-compiled. Cases that have not run are named. Writes benches/results/fit-planned.json and its part of
-docs/planner.md; exit status 1 if a case has no settings that fit.
+the search and the plan at its end compiled, each case with an empty cache, what estimating and tracing took before the
+first of them, and the seconds of a step, estimated and compiled. Cases that have not run are named. Writes
+benches/results/fit-planned.json and its part of docs/planner.md; exit status 1 if a case has no settings that fit.
 """
 
 import os
@@ -72,7 +72,16 @@ CASES: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
         ("lora.rank=8", "rollout.slots=256"),
     ),
 }
-HEADS = ("model, machine", "as given", "settings that fit", "needs, GiB", "step, s", "programs", "CPU, s")
+HEADS = (
+    "model, machine",
+    "as given",
+    "settings that fit",
+    "needs, GiB",
+    "step, s",
+    "programs",
+    "CPU, s",
+    "before compiling",
+)
 
 
 def given(name: str) -> list[str]:
@@ -82,12 +91,16 @@ def given(name: str) -> list[str]:
 
 
 class Counted(Study):
-    """A study that keeps the programs that were compiled by themselves."""
+    """A study that keeps the programs that were compiled by themselves, and when the first of them was."""
 
     probed: tuple[str, ...] = ()
+    uncompiled_cpu_s: float | None = None
+    """CPU seconds of this process and its children when the first program is compiled."""
 
     def peaks(self, asked: Sequence[tuple[Case, Sequence[str]]]) -> list[Peak]:
         """The peak memory of each case in its phases."""
+        if self.uncompiled_cpu_s is None:
+            self.uncompiled_cpu_s = cpu_s()
         self.probed += tuple(name for case, phases in asked for name in self.programs(case, phases))
         return super().peaks(asked)
 
@@ -100,7 +113,8 @@ def measure(name: str) -> dict[str, Any]:
     began, cpu = time.monotonic(), cpu_s()
     found = Fit(study=study, now=Case(accelerator), fixed=()).find(all_others=False)
     best = found.best
-    spent = {"seconds": time.monotonic() - began, "cpu_s": cpu_s() - cpu}
+    before_s = None if study.uncompiled_cpu_s is None else study.uncompiled_cpu_s - cpu
+    spent = {"seconds": time.monotonic() - began, "cpu_s": cpu_s() - cpu, "cpu_s_before_compiling": before_s}
     before = {"verdict": found.before.verdict, "phase": found.before.worst.name, "gib": found.before.worst.bytes / GIB}
     compiled = len(list((cache_folder() / "programs").glob("*.json")))
     row: dict[str, Any] = {"given": settings, "before": before, "lengths": lengths, "compiled_programs": compiled}
@@ -134,14 +148,16 @@ def table(found: dict[str, dict[str, Any]]) -> list[str]:
     lines = [f"| {' | '.join(HEADS)} |", "|---" * len(HEADS) + "|"]
     for name, row in found.items():
         before = f"{row['before']['phase']} {row['before']['gib']:.1f} GiB"
+        early = row.get("cpu_s_before_compiling")
+        counted = [str(row["compiled_programs"]), f"{row['cpu_s']:.0f}", "" if early is None else f"{early:.0f}"]
         if row["settings"] is None:
-            lines.append(f"| {name} | {before} | none fit |  |  | {row['compiled_programs']} | {row['cpu_s']:.0f} |")
+            lines.append(f"| {' | '.join([name, before, 'none fit', '', '', *counted])} |")
             continue
         settings = ", ".join(f"`{each}`" for each in row["settings"])
         learned = " (changes what is learned)" if row["learned"] else ""
         size = f"{row['gib']:.1f} of {row['hbm_gib']:.1f}"
         step = f"{row['step_s']:.1f} ({row['step_s_estimated']:.1f} estimated)"
-        cells = [name, before, settings + learned, size, step, str(row["compiled_programs"]), f"{row['cpu_s']:.0f}"]
+        cells = [name, before, settings + learned, size, step, *counted]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -5,11 +5,11 @@
 
 A case is a model on a machine: sync, the longest prefill, the decode that runs most steps, and the update, of steps of
 16 prompts with 8 answers of GSM8K's lengths and 4 rows a device, whether or not that fits. Of each, the ratio of its
-time to its floor (`podium.plan.traced.over_floor`) and what takes most of it without being a product. Nothing here runs
-on a TPU or GPU; GPUs need pip install 'podium-rl[plan-gpu]', and cases whose compiler is not installed are left out.
-Cases that the results have are not compiled again unless they are named. Writes benches/results/floors-planned.json and
-its part of docs/planner-measurements.md; `make test-long` compiles each recorded case again and fails where a ratio has
-risen.
+time to its floor (`podium.plan.closed_form.over_floor`) and what takes most of it without being a product. Nothing here
+runs on a TPU or GPU; GPUs need pip install 'podium-rl[plan-gpu]', and cases whose compiler is not installed are left
+out. Cases that the results have are not compiled again unless they are named. Writes
+benches/results/floors-planned.json and its part of docs/planner-measurements.md; `make test-long` compiles each
+recorded case again and fails where a ratio has risen.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -2,8 +2,8 @@
 
     python -m benches.gpu_decode            (half an hour of CPU time; needs pip install 'podium-rl[plan-gpu]')
 
-For each case, the bytes of a step over those of its floor (`podium.plan.traced.least_bytes`: each weight, key and value
-read once, logits written); its milliseconds by the roofline and as `podium plan` has them; its kernels; how many
+For each case, the bytes of a step over those of its floor (`podium.plan.closed_form.least_bytes`: each weight, key and
+value read once, logits written); its milliseconds by the roofline and as `podium plan` has them; its kernels; how many
 instructions, products apart, write an array with the dimensions of a matrix of weights; and the largest array that a
 step writes, logits apart; with 256 slots and on eight GPUs it is one that sampling makes of them. Activations and
 partial sums of products count as bytes moved, although those smaller than the GPU's L2 cache (50 MB in an H100) need

@@ -13,13 +13,13 @@ from typing import Any
 from benches.record import arguments, record, recorded
 from podium.accelerators import GIB, find_accelerator
 from podium.config.document import dump_value
+from podium.plan.closed_form.estimate import estimate
 from podium.plan.compiled.compile import compile_jobs
 from podium.plan.planner import make_jobs
 from podium.plan.request.candidate import Case
 from podium.plan.request.plan_subject import Subject
 from podium.plan.result import judge
 from podium.plan.search.study import Study
-from podium.plan.traced.estimate import estimate
 
 CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     # name: model, machine, settings

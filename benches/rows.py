@@ -18,10 +18,10 @@ from podium.config.load import load
 from podium.hlo.cost import roofline
 from podium.models.presets import find_architecture
 from podium.plan.calibration import load_chip
+from podium.plan.closed_form.estimate import update_phase
 from podium.plan.compiled.compile import cache_folder, compile_phases
 from podium.plan.compiled.compile_worker import Job
 from podium.plan.request.phase_sizes import Planned
-from podium.plan.traced.estimate import update_phase
 
 ONCE = 1  # micro-batch of a call: the closed form's work is of one
 RECOMPUTED = 1.05

@@ -4,12 +4,12 @@
     python -m benches.traced --count 4     (of each file)
     python -m benches.traced --blind 5901 --count 30     (twenty minutes of CPU: each update is compiled)
 
-The compiled figures are recorded ones: the plans of tests/golden, and the rows of `benches.closed_form --at-limit`,
-those of 23 November with models of one kind of layer, and the last twelve, with all models. The programs are those of
-today, so a row whose program has changed since shows that change too. Where closed form and trace are more than 8 %
-apart, one is wrong: `apart` names these rows, with the one that is further off. A compiler that runs short of memory
-computes arrays again instead of keeping them, so figures are also given for the programs whose trace fits. Writes
-benches/results/traced-planned.json.
+The compiled figures are recorded ones: the plans of tests/golden, and the random configurations of
+`benches.closed_form`, those of 23 November with models of one kind of layer, and the last twelve, with all models. The
+programs are those of today, so a row whose program has changed since shows that change too. Where closed form and trace
+are more than 8 % apart, one is wrong: `apart` names these rows, with the one that is further off. A compiler that runs
+short of memory computes arrays again instead of keeping them, so figures are also given for the programs whose trace
+fits. Writes benches/results/traced-planned.json.
 
 With --blind SEED updates are drawn instead whose trace needs nine tenths to eleven tenths of a TPU's memory: all
 presets (one in eight with layers of several kinds), every mesh, adapters on each base, each remat, row groups, moments
@@ -28,27 +28,33 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benches.closed_form import BASES, LENGTH_OF_QUADRATIC, LIMIT_CHOICES, LIMIT_MACHINES, RANKS
+from benches.closed_form import (
+    BASES,
+    LENGTH_OF_QUADRATIC,
+    LIMIT_CHOICES,
+    LIMIT_MACHINES,
+    LIMIT_ROWS,
+    PLANS,
+    RANKS,
+    gsm8k,
+    has_pattern,
+)
 from benches.record import MEASUREMENTS, RESULTS, ROOT, arguments, record, recorded, write_section
 from podium.accelerators import GIB, find_accelerator
 from podium.config.schema import Config
 from podium.models.presets import PRESETS
+from podium.plan.closed_form.estimate import estimate
 from podium.plan.compiled.compile import CompilerError, compile_phases
 from podium.plan.compiled.phases import PhaseProgram, device_bytes
 from podium.plan.planner import make_jobs
 from podium.plan.request.phase_sizes import Planned
 from podium.plan.traced.absent_devices import absent_programs, trace_memory
-from podium.plan.traced.estimate import estimate
 from podium.plan.traced.lifetimes import TracedMemory
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
 from podium.run.roles import find_decoder
 from podium.settings import load_settings
 
-ROWS = ("closed-form-limit-planned", "closed-form-limit-some-planned")
-PLANS = ROOT / "tests" / "golden" / "behaviour" / "plans.json"
-PATTERNS = ("gemma-3", "Qwen3.5", "gpt-oss")
-"""Parts of the names of models whose layers are of several kinds."""
 APART = 0.08
 REPEATED = 1.02
 """Ratio of compiled to traced operations from which on a program is named."""
@@ -78,8 +84,7 @@ def limit_cases(name: str, count: int | None) -> Iterator[Case]:
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     for row in rows[:count]:
         settings = {key: value for key, value in row["settings"].items() if key != "lengths"}
-        texts = [f"{key}={value}" for key, value in settings.items()]
-        config = load_settings([ROOT / "configs" / "gsm8k.yaml"], texts, {}).config
+        config = gsm8k(settings)
         for phase, compiled in row["compiled_gib"].items():
             yield Case(row["tpu"], config, phase, compiled, None, {"file": name, "settings": settings})
 
@@ -202,9 +207,7 @@ def _trace_update(settings: Mapping[str, Any], machine: str, rows: int) -> Drawn
     """An update with its trace; None if its arguments alone are too large. Raises ValueError as `_with_rows`."""
     accelerator = find_accelerator(machine)
     own = {**settings, "train.rows_per_device": rows}
-    config = load_settings(
-        [ROOT / "configs" / "gsm8k.yaml"], [f"{key}={value}" for key, value in own.items()], {}
-    ).config
+    config = gsm8k(own)
     spec = resolve(config, find_decoder(config), Machine.planned(accelerator))
     program = absent_programs(spec, accelerator)["update"]
     held = sum(program.residents.values())
@@ -219,7 +222,7 @@ def ask_compiler(drawn: Drawn) -> dict[str, Any]:
     accelerator, before = find_accelerator(drawn.machine), _children_s()
     planned = Planned.of(drawn.config, accelerator)
     found = compile_phases(make_jobs(planned, {"update": 1.0}))["update"]
-    closed = next(each.total for each in estimate(planned.sizes) if each.name == "update")
+    closed = _update_bytes(planned)
     traced, compiled, cost = drawn.share * accelerator.hbm_bytes, found.device_bytes, found.cost(1.0)
     return {
         "settings": drawn.settings,
@@ -239,6 +242,11 @@ def ask_compiler(drawn: Drawn) -> dict[str, Any]:
         "at_peak": [f"{size / GIB:.2f} {array!r}" for size, array in drawn.traced.largest[:4]],
         "compile_cpu_s": round(_children_s() - before, 1),
     }
+
+
+def _update_bytes(planned: Planned) -> int:
+    """Bytes of an update by the closed form."""
+    return next(each.total for each in estimate(planned.sizes) if each.name == "update")
 
 
 def _children_s() -> float:
@@ -268,14 +276,16 @@ def compiled_rows(seed: int, count: int) -> Iterator[dict[str, Any]]:
 
 
 def rows_again(seed: int, results: Path) -> Iterator[dict[str, Any]]:
-    """What a seed drew before, with its compiled figures, as it is traced now."""
+    """What a seed drew before, with its compiled figures, as it is traced and estimated now."""
     for row in recorded(f"{BLIND}-{seed}-planned", "rows", results):
         settings = row["settings"]
         drawn = _trace_update(settings, row["machine"], settings["train.rows_per_device"])
         if drawn is not None:
-            traced = drawn.share * row["hbm_gib"]
-            error = round(traced / row["compiled_gib"] - 1, 4)
-            again = {"traced_gib": round(traced, 3), "traced_error": error, "traced_bytes": None}
+            planned = Planned.of(drawn.config, find_accelerator(row["machine"]))
+            by = {"traced": drawn.share * row["hbm_gib"], "closed_form": _update_bytes(planned) / GIB}
+            again = {f"{form}_gib": round(gib, 3) for form, gib in by.items()}
+            again |= {f"{form}_error": round(gib / row["compiled_gib"] - 1, 4) for form, gib in by.items()}
+            again["traced_bytes"] = None
             yield row | again | {"at_peak": [f"{size / GIB:.2f} {array!r}" for size, array in drawn.traced.largest[:4]]}
 
 
@@ -283,11 +293,6 @@ def by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, 
     """The figures of each kind of program, traced and by the closed form."""
     groups = {name: [row for row in rows if kind(row) == name] for name in sorted({kind(row) for row in rows})}
     return {name: {by: figures(each, by) for by in ("traced", "closed_form")} for name, each in groups.items()}
-
-
-def has_pattern(model: str) -> bool:
-    """Whether a model's layers are of several kinds."""
-    return any(part in model for part in PATTERNS)
 
 
 def kind(row: Mapping[str, Any]) -> str:
@@ -342,7 +347,7 @@ def main() -> int:
         again = rows_again(seed, chosen.results) if chosen.again else None
         judge_blind(seed, again or compiled_rows(seed, chosen.count or BLIND_COUNT), chosen.results)
         return 0
-    cases = [*golden_cases(), *(case for name in ROWS for case in limit_cases(name, chosen.count))]
+    cases = [*golden_cases(), *(case for name in LIMIT_ROWS for case in limit_cases(name, chosen.count))]
     rows: list[dict[str, Any]] = []
     for case in cases:
         rows.append(row := compare(case))

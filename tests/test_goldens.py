@@ -1,27 +1,16 @@
 """What a user can see is as recorded in tests/golden/behaviour; a change that is meant records it anew, for review."""
 
-import json
-
 import pytest
-from golden.record_behaviour import CODE, FAST_PLANS, SHORT_PLANS, differences, measured, plan, recorded, rounding
+from golden.record_behaviour import CODE, differences, measured, recorded, rounding
 
 AGAIN = "if the change is meant: python tests/golden/record_behaviour.py"
 
 
-@pytest.mark.parametrize("name", ["settings", "commands", pytest.param("plans_fast", marks=pytest.mark.long)])
-def test_settings_commands_and_fast_plans_are_as_recorded(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["settings", "commands"])
+def test_settings_and_commands_are_as_recorded(name: str, tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # calibrations of this machine are no part of a golden
     found = list(differences(recorded(name), measured(name)))
     assert not found, "\n".join([f"{name}: {len(found)} differences; {AGAIN} {name}", *found[:20]])
-
-
-def test_fast_plans_for_a_tpu_and_a_gpu_are_as_recorded(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    known = recorded("plans_fast")
-    assert set(known) == {f"{config} {machine}" for config, machine in FAST_PLANS}, f"{AGAIN} plans_fast"
-    new = {f"{config} {machine}": plan(config, machine, fast=True) for config, machine in SHORT_PLANS}
-    found = list(differences({name: known[name] for name in new}, json.loads(json.dumps(new))))
-    assert not found, "\n".join([f"{len(found)} differences; {AGAIN} plans_fast", *found[:20]])
 
 
 @pytest.mark.long

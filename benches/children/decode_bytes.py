@@ -30,11 +30,11 @@ from podium.hlo.traffic import fused, products, updates
 from podium.models.architecture import DecoderConfig, rollout_decoder, unrolled
 from podium.models.params import param_specs
 from podium.plan.calibration import calibrated, load_chip
+from podium.plan.closed_form.least_bytes import decode_bytes
 from podium.plan.compiled.compile_worker import looped_work
 from podium.plan.compiled.phases import phase_programs
 from podium.plan.request.phase_sizes import RunSizes
 from podium.plan.request.topology import topology_devices
-from podium.plan.traced.least_bytes import decode_bytes
 from podium.rollout.engine_weights import abstract_weights
 from podium.run.machine import Machine
 from podium.run.resolve import resolve

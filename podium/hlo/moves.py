@@ -1,8 +1,8 @@
 """Describes the instructions of a program that are not products, in words: `slice of rollout_weights bf16[2048,11008]`.
 
 Such instructions are copies of arrays into another layout, slices of stacks, joined or converted weights, and passes
-over activations. They take most of a program's time beyond its floor (`podium.plan.traced.least_bytes`). Arrays are
-named as in `podium.hlo.memory`. No jax.
+over activations. They take most of a program's time beyond its floor (`podium.plan.closed_form.least_bytes`). Arrays
+are named as in `podium.hlo.memory`. No jax.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -19,7 +19,7 @@ from podium.observe.out_files import check_new, check_page
 from podium.plan.calibration import find_machine
 from podium.plan.report.deviation import check_object, check_run
 from podium.plan.report.fit_sections import fit_sections
-from podium.plan.report.formatting import parted, verdict_line
+from podium.plan.report.formatting import verdict_line
 from podium.plan.report.html_page import write_page
 from podium.plan.report.json_answer import Object, comparison_object, plan_object, search_object
 from podium.plan.report.report import WIDTH, print_sections
@@ -195,14 +195,10 @@ def _single(request: PlanRequest, study: Study, case: Case) -> Answer:
 
 
 def _first_lines(study: Study, outcome: Outcome) -> list[ReportSection]:
-    """The lines after the first: a warning if compiled plan and closed form disagree; without a config, settings and
-    the next command.
-    """
+    """The lines after the first, without a config: settings and the next command."""
     machine = outcome.case.machine
     plan = outcome.plan
     lines: list[Line] = []
-    if not study.fast and (warning := parted(plan, study.plan(outcome.case, closed_form=True))):
-        lines.append(Line(text=warning))
     if defaults := study.defaults(machine):
         chosen = " ".join(f"{key}={dump_value(value)}" for key, value, _ in defaults[1:])
         lines.append(Line(text=f"settings (change them with --set, or write them with --fit --write FILE): {chosen}"))

@@ -3,25 +3,24 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import podium.plan.traced.estimate as closed_form
+import podium.plan.closed_form.estimate as closed_form
 from podium.accelerators import Accelerator
 from podium.hlo.cost import Peaks, Roofline, roofline, sum_collectives
 from podium.models.flops import step_work, update_flops
 from podium.plan.calibration import Chip, Line, calibrated
+from podium.plan.closed_form.estimate import PhaseEstimate
+from podium.plan.closed_form.over_floor import beyond_floor
 from podium.plan.compiled.compile_worker import CompiledPhase
 from podium.plan.request.phase_sizes import F32, RunSizes, network_bytes
 from podium.plan.request.simulated_device import Clock
 from podium.plan.request.step_calls import Call, largest_calls
 from podium.plan.request.workload import SequenceLengths
 from podium.plan.result import BoundBy, LargeArray, Phase, Seconds, calibration_kind, total
-from podium.plan.traced.estimate import PhaseEstimate, Piece
-from podium.plan.traced.over_floor import beyond_floor
 from podium.plan.traced.trust import trust
 
-OF_LOOPS = (0.8, 1.3)
-"""Factors that widen the range of an update's closed form, below and above, if attention or a recurrence is computed in
-loops: what each chip's compiler keeps in fast memory in these is not modelled, and compiled updates took 0.62 to 1.8
-times as long."""
+ESTIMATED = (0.7, 1.5)
+"""Factors that widen the range of the closed form's seconds, below and above: compiled programs that take most of a
+step took 0.7 to 1.5 times as long (`benches.closed_form`); small prefills down to 0.54, syncs up to 3.3."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +98,8 @@ class Device:
                 (call.repeats, closed_form_roofline(form, run, chip.peaks, links)) for call, form in forms
             ],
         )
-        if seconds and calibration_kind(calls[0].phase) == "update" and closed_form.computed_in_loops(run):
-            below, above = OF_LOOPS
+        if seconds:
+            below, above = ESTIMATED
             seconds = dataclasses.replace(seconds, low=below * seconds.low, high=above * seconds.high)
         flops = sum(call.closed_form_flops for call in calls)
         return dataclasses.replace(
@@ -208,25 +207,23 @@ class Device:
 
 
 def closed_form_roofline(form: PhaseEstimate, run: RunSizes, peaks: Peaks, links: int) -> Roofline:
-    """The roofline from a closed form's totals: for each piece of work the longer of its compute and memory time.
+    """The roofline from a closed form's totals: the longer of its compute and memory time.
 
-    Launches and transfers are added, except for what is sent while the device computes.
+    A GPU's kernels run one after another, so its passes over activations add to the time of products. Launches and
+    transfers are added, except for what is sent while the device computes.
     """
     flops = peaks.flops_f32 if run.activation == F32 else peaks.flops_bf16
-    pieces = form.pieces or (Piece(form.flops, form.hbm_bytes),)
-    took = [(piece.flops / flops, piece.hbm_bytes / peaks.hbm_bandwidth) for piece in pieces]
-    compute = sum(multiplying for multiplying, moving in took if multiplying >= moving)
-    hbm = sum(moving for multiplying, moving in took if moving > multiplying)
+    apart = form.passes
+    multiplying, moving = form.flops / flops, (form.hbm_bytes - apart) / peaks.hbm_bandwidth
+    passing = apart / peaks.hbm_bandwidth
+    bound_by_flops = multiplying >= moving
+    compute, hbm = (multiplying if bound_by_flops else 0.0), passing + (0.0 if bound_by_flops else moving)
     work, of_links = compute + hbm, links * peaks.link_bandwidth
-    ici = (form.ici_bytes - form.hidden_bytes) / of_links + max(0.0, form.hidden_bytes / of_links - max(took[0]))
+    ici = (form.ici_bytes - form.hidden_bytes) / of_links + max(0.0, form.hidden_bytes / of_links - work)
     if peaks.network_bandwidth:
         ici += network_bytes(run, form.name, form.ici_bytes) / peaks.network_bandwidth
     copies = [(times, each / peaks.host_bandwidth, share * work) for times, each, share in form.copies if each]
-    small, large = (number * peaks.kernel_s for number in form.kernels)
-    latency = small + max(0.0, large - work)
-    latency += sum(
-        max(0.0, piece.kernels * peaks.kernel_s - max(each)) for piece, each in zip(pieces, took, strict=True)
-    )
+    latency = max(0.0, form.kernels * peaks.kernel_s - work)
     return Roofline(compute, hbm, ici, latency, copies=tuple(copies))
 
 

@@ -29,8 +29,12 @@ Verdict = Literal["fits", "does_not_fit", "too_close"]
 BoundBy = Literal["compute", "hbm", "ici", "latency", "host", ""]
 By = Literal["compiler", "trace", "closed_form"]
 """What a plan's figures come from. With `trace`, programs that decide whether the run fits are compiled too."""
+Made = Literal["compiled", "traced", "estimated"]
+"""How a plan's figures were found: estimated is by the closed form alone."""
 TOO_CLOSE = 0.03  # largest relative difference seen between the compiler's figure and a device's measurement
-ESTIMATE_TOO_CLOSE = 0.08  # largest share by which the closed form was seen to fall below the compiler's figure
+ESTIMATE_TOO_CLOSE = 0.2
+"""Like TOO_CLOSE, for the closed form: the most by which it fell below the compiler's figure, but for attention whose
+blocks are kept for the backward pass (`benches.traced`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,14 +168,18 @@ class Plan:
         """Whether its largest programs were traced, of which some may have been compiled too."""
         return any(phase.traced for phase in self.phases)
 
+    @property
+    def made(self) -> Made:
+        """How its figures were found."""
+        return "traced" if self.traced else "estimated" if self.estimate_only else "compiled"
+
     def _repr_html_(self) -> str:
         """Show the verdict, the memory and the seconds of a step in a notebook."""
         worst, step = self.worst, self.step
-        made = "traced" if self.traced else "closed-form estimate" if self.estimate_only else "compiled"
         facts = [
             ("config", self.config),
             ("machine", self.accelerator),
-            ("verdict", f"{self.verdict.replace('_', ' ')} ({made})"),
+            ("verdict", f"{self.verdict.replace('_', ' ')} ({self.made})"),
             ("memory of a device", f"{worst.bytes / GIB:.1f} of {self.hbm_bytes / GIB:.4g} GiB, in {worst.name}"),
         ]
         if step is not None:
@@ -181,12 +189,20 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The peak memory of the largest program among those that a search compiles."""
+    """The peak memory of the largest program among those that a search compiles, traces or estimates."""
 
     phase: str
     bytes: int  # per device: residents, the program's allocations, and code
     refused: bool  # whether the compiler rejects the program, whatever else is on the device
     compiled: bool
+    high_bytes: int = 0  # the most that a traced program may need; 0: `bytes` and the margin of error
+
+    @property
+    def made_by(self) -> str:
+        """Where the figure comes from, in a word or two."""
+        if self.compiled:
+            return "its refusal" if self.refused else "compiler"
+        return "trace" if self.high_bytes else "closed form"
 
     def fits(self, hbm_bytes: int) -> bool:
         """Whether the program compiles and its peak fits in a device's memory."""
@@ -194,7 +210,8 @@ class Peak:
 
     def has_room(self, hbm_bytes: int) -> bool:
         """Whether it fits by more than the margin of error."""
-        return not self.refused and self.bytes < (1 - margin(self.compiled)) * hbm_bytes
+        most = self.high_bytes or self.bytes / (1 - margin(self.compiled))
+        return not self.refused and most < hbm_bytes
 
 
 def margin(compiled: bool) -> float:

@@ -3,14 +3,13 @@
     python tests/golden/record_behaviour.py          # writes tests/golden/behaviour/*.json
     python tests/golden/record_behaviour.py --check  # compares exactly and lists the differences
 
-`make test` checks settings, commands and fast plans; `make test-long` also checks training and compiled plans. The
-numbers of a run are equal to the last bit on one kind of CPU and one version of jax, which the file names; elsewhere
-they may round differently and are not compared. Compiled plans need libtpu, and take minutes.
+`make test` checks settings and commands; `make test-long` also checks training and compiled plans. The numbers of a run
+are equal to the last bit on one kind of CPU and one version of jax, which the file names; elsewhere they may round
+differently and are not compared. Compiled plans need libtpu, and take minutes.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import hashlib
 import importlib.metadata
 import io
@@ -27,7 +26,6 @@ from unittest import mock
 
 from podium import cli
 from podium.accelerators import cpu_flags
-from podium.plan.command import PlanRequest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "behaviour"
@@ -98,20 +96,13 @@ def training(devices: int) -> dict[str, Any]:
     return {"metrics": kept, "samples": samples, "weights": weights}
 
 
-def plan(config: str, machine: str, *, fast: bool) -> dict[str, Any]:
-    """The planner's answer, without versions and seconds of compilation. What it compiles, it compiles anew; `fast` is
-    the closed form, which searches and the first answer about a model use.
-    """
-    with contextlib.ExitStack() as stack:
-        if fast:
-            by_form = lambda **given: dataclasses.replace(PlanRequest(**given), by="closed_form")  # noqa: E731
-            stack.enter_context(mock.patch("podium.plan.command.PlanRequest", by_form))
-        else:
-            cache = stack.enter_context(tempfile.TemporaryDirectory())
-            stack.enter_context(mock.patch.dict(os.environ, {"XDG_CACHE_HOME": cache, **NO_SOURCE}))
-        status, text, error = shown(
-            "plan", config, "--tpu", machine, "--json", "--no-suggest", *(["--fast"] if fast else [])
-        )
+def plan(config: str, machine: str) -> dict[str, Any]:
+    """The planner's answer, compiled anew, without versions and seconds of compilation."""
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": cache, **NO_SOURCE}),
+    ):
+        status, text, error = shown("plan", config, "--tpu", machine, "--json", "--no-suggest")
     if not text:
         return {"error": error, "status": status}
     answer = json.loads(text)
@@ -140,23 +131,12 @@ def shown(*arguments: str) -> list[Any]:
     return [status or 0, output.getvalue(), errors.getvalue()]
 
 
-FAST_PLANS = [
-    (config, machine)
-    for config in CONFIGS
-    if "seeds" not in config
-    for machine in ("v4-16", "v6e-8", "v5p-64", "h100-8")
-]
 GOLDENS: dict[str, Callable[[], Any]] = {
     "training": lambda: {"rounding": rounding()} | {f"{devices} devices": training(devices) for devices in (1, 8)},
     "settings": lambda: {config: shown("config", "show", config)[1] for config in CONFIGS},
     "commands": lambda: {" ".join(command): shown(*command) for command in COMMANDS},
-    "plans_fast": lambda: {f"{config} {machine}": plan(config, machine, fast=True) for config, machine in FAST_PLANS},
-    "plans": lambda: {f"{config} {machine}": plan(config, machine, fast=False) for config, machine in PLANS},
+    "plans": lambda: {f"{config} {machine}": plan(config, machine) for config, machine in PLANS},
 }
-
-
-SHORT_PLANS = [case for number, case in enumerate(FAST_PLANS) if number % 8 in (1, 7)]
-"""Those that `make test` compares: of each config one, on v6e-8 or h100-8 by turns; `make test-long` compares all."""
 
 
 def recorded(name: str) -> Any:

@@ -8,8 +8,8 @@ from tiny_decoder import dense_decoder
 from podium.accelerators import GIB, Accelerator
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
+from podium.plan.closed_form.estimate import PhaseEstimate, estimate, score_phase
 from podium.plan.request.phase_sizes import RunSizes
-from podium.plan.traced.estimate import PhaseEstimate, estimate, score_phase
 
 CPU = Accelerator(name="cpu", generation="cpu", devices=8, hosts=1, hbm_bytes=GIB)
 

@@ -157,5 +157,8 @@ class MadeStudy(Study):
         assert self.made_peak is not None, "the closed form compiles nothing"
         return [self.made_peak(case, phase) for case, (phase,) in asked]
 
+    def traced_peak(self, case: Case, phases: Sequence[str]) -> None:
+        return None
+
     def moved(self, cases: Sequence[Case]) -> tuple[str, ...]:
         return ("update",)

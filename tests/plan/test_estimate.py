@@ -15,12 +15,12 @@ from podium.config.optimizer import OptimizerConfig
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig
 from podium.models.params import ROLLOUT_AXES, TRAIN_AXES, param_specs
+from podium.plan.closed_form.estimate import estimate, far_too_large, first_flops
+from podium.plan.closed_form.resident_memory import residents
 from podium.plan.planner import make_plan
 from podium.plan.request.phase_sizes import Planned, local_count, offloaded_bytes, optimizer_count
 from podium.plan.request.step_calls import step_calls
 from podium.plan.request.workload import simulate_rollout
-from podium.plan.traced.estimate import estimate, far_too_large, first_flops
-from podium.plan.traced.resident_memory import residents
 from podium.rollout.programs import (
     abstract_chunk,
     abstract_engine_cache,
@@ -421,3 +421,16 @@ def test_a_reward_model_stays_beside_the_trainer_and_scores_whole_conversations_
     read = drawn.completion_tokens + 8 * drawn.prompt_tokens
     assert (call.program, call.calls) == ("reward:helpful", math.ceil(read / (16 * 640)))
     assert phase(run, "update").flops == phase(alone, "update").flops
+
+
+def test_gradients_of_several_micro_batches_are_written_and_added_to_their_sum():
+    """Of each parameter 16 bytes a micro-batch, and 8 if there is only one; the rest of both updates is the same."""
+    both = []
+    for prompts in (1, 16):
+        made = config(prompts_per_step=prompts, train={"rows_per_device": 8, "packing": "none"})
+        run = Planned.of(made, CPU, SMALL).sizes
+        both.append((run.spec.batch.max_micro_batches, phase(run, "update"), run.own_count))
+    (one, alone, own), (several, added, _) = both
+    assert one == 1 < several
+    assert added.hbm_bytes - alone.hbm_bytes == 2 * 4 * own
+    assert added.passes - alone.passes == 3 * 4 * own

@@ -19,7 +19,7 @@ from podium.plan.search.fit import Fit, Fitted
 from podium.plan.search.fit_candidates import Choice, Half, Halves, Place
 from podium.plan.search.study import Study
 from podium.settings import load_settings
-from tests.plan.made_plans import GIB, HBM, MadeStudy, close, plan, seconds, too_large
+from tests.plan.made_plans import GIB, HBM, MadeStudy, close, plan, too_large
 from tests.plan.test_plan_command import planner, podium  # noqa: F401  # fixtures
 
 TASK = "tasks=[{name: gsm8k}]"
@@ -40,9 +40,14 @@ def planned_of(load: Callable[[Case], Config]) -> Callable[[Case], Planned]:
 def fitted(
     machine: str, *given: str, lengths: str = "gsm8k", fixed: Sequence[str] = (), all_others: bool = False
 ) -> Fitted:
-    """The fastest settings by the closed form."""
+    """The fastest settings by traces."""
     study = Study(Subject(settings=given), lengths=lengths, by="trace")
     return Fit(study=study, now=Case(find_accelerator(machine)), fixed=fixed).find(all_others=all_others)
+
+
+def estimated(machine: str, *given: str, lengths: str = "gsm8k") -> Plan:
+    """A plan by the closed form."""
+    return Study(Subject(settings=given), lengths=lengths, by="closed_form").plan(Case(find_accelerator(machine)))
 
 
 def values(found: Fitted) -> dict[str, Any]:
@@ -78,10 +83,9 @@ def test_adapters_leave_room_for_slots(machine, model):
 def test_rows_that_only_padding_would_fill_take_no_time():
     """16 prompts with 8 completions of 50 tokens fill less than a row of each of 8 chips."""
     given = ("model=Qwen/Qwen2.5-0.5B-Instruct", TASK, "prompts_per_step=16")
-    few, many = (fitted("v6e-8", *given, f"train.rows_per_device={rows}", lengths="fixed:50") for rows in (1, 16))
-    assert few.before.micro_batches == many.before.micro_batches == 1
-    assert few.before.phase("update").seconds == many.before.phase("update").seconds
-    assert "train.rows_per_device" not in values(many)
+    few, many = (estimated("v6e-8", *given, f"train.rows_per_device={rows}", lengths="fixed:50") for rows in (1, 16))
+    assert few.micro_batches == many.micro_batches == 1
+    assert few.phase("update").seconds == many.phase("update").seconds
 
 
 @pytest.mark.long
@@ -340,12 +344,6 @@ def test_the_next_command_keeps_the_users_settings(podium):  # noqa: F811
     lines = podium("plan", "./model", "--on", "v6e-8", *given)[1].splitlines()
     wanted = "next: podium plan ./model --on v6e-8 --set rollout.refill_steps=4 --set 'name=\"a b\"' --compile"
     assert lines[2] == wanted
-
-
-def test_forms_that_part_are_told_in_the_first_lines(podium, planner):  # noqa: F811
-    planner.compiled = lambda config: dataclasses.replace(plan(), step=seconds(9.0))
-    out = podium("plan", "run.yaml", "--on", "v6e-8", "--no-suggest")[1]
-    assert out.splitlines()[1].startswith("the two forms part: 9.0 s per step compiled, 3.1 by the closed form; most")
 
 
 @pytest.mark.long

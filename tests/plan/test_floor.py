@@ -15,6 +15,9 @@ from podium.hlo.hlo_text import Module, parse
 from podium.hlo.moves import moves
 from podium.models.presets import find_architecture
 from podium.plan.calibration import load_chip
+from podium.plan.closed_form.estimate import PhaseEstimate, decode_phase, first_flops, update_phase
+from podium.plan.closed_form.least_bytes import decode_bytes, optimizer_step_bytes, prefill_bytes, sync_bytes
+from podium.plan.closed_form.over_floor import beyond_floor, copies, spread
 from podium.plan.compiled.array_names import names_of
 from podium.plan.compiled.compile_worker import looped_work
 from podium.plan.report.sections import plan_sections
@@ -22,9 +25,6 @@ from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.request.step_calls import Call
 from podium.plan.request.topology import check_compiler
 from podium.plan.result import Move
-from podium.plan.traced.estimate import PhaseEstimate, decode_phase, first_flops, update_phase
-from podium.plan.traced.least_bytes import decode_bytes, optimizer_step_bytes, prefill_bytes, sync_bytes
-from podium.plan.traced.over_floor import beyond_floor, copies, spread
 from tests.hlo.recorded_programs import GOLDEN
 from tests.plan.estimated import QWEN_3B, config
 from tests.plan.made_plans import outcome, phase, plan

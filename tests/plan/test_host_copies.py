@@ -8,6 +8,7 @@ from estimated import QWEN_3B, config, decoder
 from podium.accelerators import find_accelerator
 from podium.hlo.cost import Peaks, Roofline
 from podium.plan.calibration import Chip, Factor, calibrated
+from podium.plan.closed_form.estimate import update_phase
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.compiled.compile_worker import Job
 from podium.plan.planner import make_plan
@@ -16,7 +17,6 @@ from podium.plan.request.phase_sizes import Planned, offloaded_bytes
 from podium.plan.request.plan_subject import Subject
 from podium.plan.result import Seconds
 from podium.plan.search.study import Study
-from podium.plan.traced.estimate import update_phase
 
 V6E, H100 = find_accelerator("v6e-8"), find_accelerator("h100-8")
 WAYS = {"inputs": {"remat": "offload"}, "moments": {"offload_optimizer": True}, "neither": {}}

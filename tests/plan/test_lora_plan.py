@@ -12,13 +12,13 @@ from podium.config.rollout_weights import RolloutWeights
 from podium.config.schema import Config
 from podium.models.architecture import make_lora
 from podium.models.params import count, frozen_specs, param_specs, trained_specs
+from podium.plan.closed_form.estimate import decode_phase, estimate, sync_phase, update_phase
+from podium.plan.closed_form.resident_memory import frozen_bytes, kept_bytes, residents, shares_frozen
 from podium.plan.compiled.compile import compile_phases
 from podium.plan.compiled.compile_worker import Job
 from podium.plan.compiled.phases import device_bytes, phase_programs
 from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.search.tunable_settings import candidates, search_range
-from podium.plan.traced.estimate import decode_phase, estimate, sync_phase, update_phase
-from podium.plan.traced.resident_memory import frozen_bytes, kept_bytes, residents, shares_frozen
 from podium.run.roles import decoder_of_run
 from podium.sharding import make_mesh
 from podium.train.setup import run_spec

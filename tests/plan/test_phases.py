@@ -15,9 +15,9 @@ from podium.algorithms.advantages import RETURNS, VALUES
 from podium.config.schema import Config
 from podium.models.architecture import DecoderConfig, frozen_decoder, scoring_decoder, with_lora
 from podium.models.params import TRAIN_AXES, param_specs
+from podium.plan.closed_form.resident_memory import frozen_bytes, residents
 from podium.plan.compiled.phases import PhaseProgram, device_bytes, phase_programs
 from podium.plan.request.phase_sizes import Planned, RunSizes
-from podium.plan.traced.resident_memory import frozen_bytes, residents
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.programs import EnginePrograms

@@ -14,11 +14,11 @@ from podium.accelerators import find_accelerator
 from podium.algorithms.recipes import Recipe
 from podium.certify.tiny import random_weights
 from podium.models.architecture import frozen_decoder
+from podium.plan.closed_form.estimate import estimate
 from podium.plan.compiled.phases import phase_programs
 from podium.plan.request.phase_sizes import sizes_on
 from podium.plan.request.step_calls import update_calls
 from podium.plan.result import part_of
-from podium.plan.traced.estimate import estimate
 from podium.train.batches.run_shapes import RunShapes
 from podium.train.scorers import LoadedRole, make_role_scorer, make_scorers
 from podium.train.state import init_state

@@ -28,9 +28,9 @@ from podium.models.logprobs import logits_at
 from podium.models.params import LAYERS, TRAIN_AXES, param_specs
 from podium.models.presets import find_architecture
 from podium.plan.calibration import load_chip
+from podium.plan.closed_form.estimate import decode_phase
 from podium.plan.request.phase_sizes import F32, RunSizes
 from podium.plan.request.workload import SequenceLengths, draw_lengths
-from podium.plan.traced.estimate import decode_phase
 from podium.rollout.device import Device
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.request import Request, RolloutStats, SamplingParams

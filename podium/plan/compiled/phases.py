@@ -21,7 +21,7 @@ from podium.models.architecture import DecoderConfig
 from podium.models.decoder import head_weights
 from podium.models.logprobs import logits_at
 from podium.models.params import trained_specs
-from podium.plan.traced.resident_memory import STEP, Resident, Stage, held
+from podium.plan.closed_form.resident_memory import STEP, Resident, Stage, held
 from podium.rollout.cache import Cache
 from podium.rollout.engine_weights import abstract_weights, engine_decoder, frozen_in_rollout, keeps
 from podium.rollout.programs import (

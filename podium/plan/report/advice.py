@@ -44,7 +44,7 @@ def _fitting(plan: Plan) -> str:
     """Whether changed settings fit: `fits, 6.9 GiB to spare, 3.1 s per step (compiled)`."""
     fits = {"fits": "fits", "too_close": "is too close to call", "does_not_fit": "does not fit"}[plan.verdict]
     step = f", {number(plan.step.value)} s per step" if plan.step else ""
-    return f"{fits}, {spare(plan)}{step} ({'estimated' if plan.estimate_only else 'compiled'})"
+    return f"{fits}, {spare(plan)}{step} ({plan.made})"
 
 
 def effect(outcome: Outcome) -> str:
@@ -54,13 +54,12 @@ def effect(outcome: Outcome) -> str:
     """
     plan, before = outcome.plan, outcome.before
     assert before is not None
-    made = "estimated" if plan.estimate_only else "compiled"
     if plan.step is None or before.step is None:
-        return f"leaves {spare(plan)} ({made})"
+        return f"leaves {spare(plan)} ({plan.made})"
     after, now = number(plan.step.value), number(before.step.value)
-    if plan.estimate_only or after == now:
-        return f"makes a step {1 - plan.step.value / before.step.value:.0%} shorter ({made})"
-    return f"makes a step {after} s instead of {now} ({made})"
+    if plan.made == "estimated" or after == now:
+        return f"makes a step {1 - plan.step.value / before.step.value:.0%} shorter ({plan.made})"
+    return f"makes a step {after} s instead of {now} ({plan.made})"
 
 
 def _where(plan: Plan) -> str:

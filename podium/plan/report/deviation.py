@@ -14,6 +14,7 @@ from podium.accelerators import GIB, Accelerator, find_accelerator, recognise
 from podium.files import to_json, write_atomically
 from podium.observe.records import MetricsRecord, read_metrics
 from podium.observe.run_dir import METRICS
+from podium.plan.closed_form.estimate import far_too_large, offer
 from podium.plan.planner import plan_run
 from podium.plan.report.deviation_causes import DRAWN, MEASURED, PEAK, STEP, likeliest_cause, timed_parts
 from podium.plan.report.formatting import number, verdict_line, with_range
@@ -21,7 +22,6 @@ from podium.plan.report.json_answer import Object, as_object, plan_object
 from podium.plan.request.phase_sizes import sizes_on
 from podium.plan.result import Plan, Seconds
 from podium.plan.search.study import Case, Outcome
-from podium.plan.traced.estimate import far_too_large, offer
 from podium.run.run_spec import RunSpec
 from podium.train.batches.shapes import LATER
 

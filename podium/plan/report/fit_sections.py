@@ -24,8 +24,6 @@ def fit_sections(found: Fitted, *, alone: bool = False) -> list[ReportSection]:
         lines = [
             Line(text=f"{found.before.accelerator}: {fit_advice(found)}", verdict=best.plan.verdict if best else None)
         ]
-        if best and (warning := _parted(found)):
-            lines.append(Line(text=warning))
         sections.append(ReportSection("", tuple(lines)))
     if best is not None and best.case.changes:
         settings = {change.key: change.value for change in best.case.changes}
@@ -48,13 +46,6 @@ def fit_sections(found: Fitted, *, alone: bool = False) -> list[ReportSection]:
         table = Table(heads=heads, rows=rows, text=frozenset({0, 1, 2, 4}))
         sections.append(ReportSection("what was tried", (note, table)))
     return sections
-
-
-def _parted(found: Fitted) -> str | None:
-    """A warning if the compiled plan and the closed form's plan of the same settings differ widely."""
-    assert found.best is not None
-    estimate = next((each.before for each in found.undone if each.before is not None), None)
-    return None if estimate is None or found.best.plan.estimate_only else text.parted(found.best.plan, estimate)
 
 
 def _worth(change: Change, undone: Outcome, found: Fitted) -> tuple[str, str, str]:

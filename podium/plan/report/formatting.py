@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from podium.accelerators import GIB
 from podium.plan.result import STEP_PARTS, Peak, Phase, Plan, Seconds, part_of, total
 
-PARTED = 2.0  # ratio of a step's compiled to its estimated seconds from which a plan warns that they differ
 NEGLIGIBLE = 0.01  # share of a step below which a part is not mentioned
 LITTLE = 1e6  # bytes below which a transfer is not mentioned
 LIMITS = {
@@ -98,7 +97,7 @@ def verdict_head(plan: Plan) -> str:
     """Whether the run fits, and by what margin."""
     worst = plan.worst
     needs = f": {worst.name} needs {gib(worst.bytes)} of {exact_gib(plan.hbm_bytes)} GiB"
-    made = " as traced" if plan.traced else " by closed-form estimate" if plan.estimate_only else ""
+    made = {"traced": " as traced", "estimated": " by closed-form estimate", "compiled": ""}[plan.made]
     where = f" {plan.accelerator}{made}"
     memory = {
         "fits": f"{where}{',' if made else ''} with {spare(plan)}",
@@ -129,21 +128,6 @@ def step_text(plan: Plan) -> str:
     return (
         f"{number(plan.step.value)} s per step ({number(plan.step.low)}-{number(plan.step.high)}): {', '.join(shown)}"
     )
-
-
-def parted(plan: Plan, estimate: Plan) -> str | None:
-    """A warning if a compiled plan's step takes over twice as long as the closed form's, or under half; else None."""
-    if plan.step is None or estimate.step is None:
-        return None
-    ratio = plan.step.value / estimate.step.value
-    if 1 / PARTED <= ratio <= PARTED:
-        return None
-    times = f"{number(plan.step.value)} s per step compiled, {number(estimate.step.value)} by the closed form"
-    apart = {name: time.value for name, time in step_parts(estimate)}
-    parts = [(name, time.value, apart.get(name, 0.0)) for name, time in step_parts(plan)]
-    name, own, other = max(parts, key=lambda part: abs(part[1] - part[2]))
-    most = f"most of the difference is {name}, {number(own)} s against {number(other)}"
-    return f"the two forms part: {times}; {most}. Trust the compiled one, and no estimate of this run"
 
 
 RANGES = "seconds are a calibrated roofline, hence the ranges"

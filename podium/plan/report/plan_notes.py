@@ -7,12 +7,12 @@ from podium.config.attention_blocks import LANES, slower_decode
 from podium.config.schema import TaskConfig
 from podium.config.sizes import cache_pages
 from podium.plan.calibration import load_chip
+from podium.plan.closed_form.over_floor import spread
 from podium.plan.report.formatting import LITTLE
 from podium.plan.request.phase_sizes import F32, RunSizes, offloaded_bytes, optimizer_bytes, reduced_number
 from podium.plan.request.planned_rows import packed_step
 from podium.plan.request.workload import Replies, SequenceLengths, Workload
 from podium.plan.result import Phase, judge, margin
-from podium.plan.traced.over_floor import spread
 from podium.tasks.conversations.environment_forms import conversing
 
 LEAST_AGAIN = 0.01  # share of prefilled tokens that are prefilled again from which a plan has a note

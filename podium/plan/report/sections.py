@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import podium.plan.report.formatting as text
 from podium.accelerators import GIB
+from podium.plan.closed_form.over_floor import copies
 from podium.plan.report.advice import advice_line, effect
 from podium.plan.report.deviation import CheckRow
 from podium.plan.result import Phase, Plan, Verdict, margin
@@ -17,12 +18,11 @@ from podium.plan.search.fit import Fitted
 from podium.plan.search.largest import Largest
 from podium.plan.search.ranking import MOST_DEVICES, Ranking, by_price
 from podium.plan.search.study import Outcome, RunCost
-from podium.plan.traced.over_floor import copies
 from podium.prices import HOUR_S, OLD_MONTHS, months_old
 
 SHOWN = 12  # machines listed in a ranking
 MOST_PARTS = 9  # parts of memory shown separately in a bar
-ESTIMATED = "estimated by the closed form, not compiled: "
+NOT_COMPILED = {"trace": "traced, not compiled: ", "closed form": "estimated by the closed form, not compiled: "}
 REST = "others"  # all remaining parts of memory
 
 
@@ -149,7 +149,7 @@ def auto_sections(found: Ranking, notes: Sequence[str]) -> list[ReportSection]:
     others += [f"settings do not divide over {found.refused}"] * bool(found.refused)
     first = (
         f"cheapest: {best.label}, {_price(best)}; fastest: {quick.label}, {_price(quick)} (fits {len(found.outcomes)}"
-        f" machines of up to {MOST_DEVICES} devices; {'; '.join(others)})"
+        f" machines of up to {MOST_DEVICES} devices{''.join(f'; {each}' for each in others)})"
     )
     shown = [*found.outcomes[:SHOWN], *([quick] if quick not in found.outcomes[:SHOWN] else [])]
     table = _table(MACHINES, ((each, each.plan, each.cost) for each in shown), 0, 4, 6)
@@ -178,7 +178,8 @@ def search_section(found: Largest) -> ReportSection:
 def search_line(found: Largest) -> str:
     """The result of a search in one line."""
     best, over = found.best, found.too_large
-    made = "" if found.compiled else ESTIMATED
+    by = next(iter(found.tried.values())).made_by
+    made = NOT_COMPILED.get(by, "")
     if best is None:
         smallest, peak = next(iter(found.tried.items()))
         return f"{made}{found.key}: even {smallest} does not fit ({text.gib(peak.bytes)} GiB)"
@@ -188,7 +189,8 @@ def search_line(found: Largest) -> str:
     room = ""
     if found.with_room != best:
         roomy = f"; {found.with_room:,} leaves more" if found.with_room else ""
-        room = f", but it is within {margin(found.compiled):.0%} of the memory, too close to call{roomy}"
+        near = "its trace is" if by == "trace" else f"it is within {margin(found.compiled):.0%} of the memory,"
+        room = f", but {near} too close to call{roomy}"
     last = max(found.tried)
     beyond = f" (tried up to {last:,})" if last > over else ""
     return f"{made}{found.key}: {best:,} is the largest that fits{room}; {gap}{beyond}"
@@ -330,10 +332,7 @@ TRIED: Columns = (
     ("tried", lambda value, peak, limit: f"{value:,}"),
     ("", lambda value, peak, limit: "fits" if peak.fits(limit) else "does not fit"),
     ("needs", lambda value, peak, limit: f"{peak.phase} {peak.bytes / GIB:.2f} GiB"),
-    (
-        "by",
-        lambda value, peak, limit: ("its refusal" if peak.refused else "compiler") if peak.compiled else "closed form",
-    ),
+    ("by", lambda value, peak, limit: peak.made_by),
 )
 MACHINES: Columns = (
     ("machine", lambda each, plan, cost: each.label),
@@ -342,7 +341,7 @@ MACHINES: Columns = (
     ("s per step", lambda each, plan, cost: text.number(plan.step.value) if plan.step else "-"),
     ("peak in", lambda each, plan, cost: plan.worst.name),
     ("GiB spare", lambda each, plan, cost: text.number(plan.spare_bytes / GIB)),
-    ("made by", lambda each, plan, cost: "trace" if plan.traced else "estimate" if plan.estimate_only else "compiled"),
+    ("", lambda each, plan, cost: plan.made),
 )
 
 

@@ -247,18 +247,18 @@ class RunSizes:
         """Number of parts into which the rollout's attention splits its heads."""
         return self.rollout_parts.get("cache_heads", 1)
 
-    @property
+    @functools.cached_property
     def rollout_weight_bytes(self) -> int:
         """Bytes of the rollout's weights on one device."""
         return rollout_bytes(self, params.rollout_specs(self.decoder, 1))
 
-    @property
+    @functools.cached_property
     def layer_bytes(self) -> int:
         """Bytes of the layers' weights that a pass of the rollout reads on one device, once they are gathered."""
         specs = params.rollout_specs(self.decoder, 1)
         return self._gathered_bytes({name: spec for name, spec in specs.items() if name not in ENDS})
 
-    @property
+    @functools.cached_property
     def head_bytes(self) -> int:
         """Bytes of the head's weights that a pass of the rollout reads on one device, once they are gathered."""
         specs, head = params.rollout_specs(self.decoder, 1), "embed" if self.decoder.tied else "head"
@@ -285,7 +285,7 @@ class RunSizes:
         """Bytes of the keys and values of one page on one device."""
         return self._kv_bytes(lambda kept: self.rollout.page_tokens if kept.ring is None else 0)
 
-    @property
+    @functools.cached_property
     def state_bytes(self) -> int:
         """Bytes of one sequence's recurrent states, over all layers that have one, on one device."""
         parts = self.rollout_parts
@@ -297,7 +297,7 @@ class RunSizes:
 
         return self.decoder.total(lambda work: sum(map(count, work.states)))
 
-    @property
+    @functools.cached_property
     def cache_bytes(self) -> int:
         """Bytes of the cache on one device: pages, a hidden state per page, and cells of recurrent states."""
         decoder = self.decoder
@@ -337,12 +337,12 @@ class RunSizes:
         blocks = window_blocks(reach, cache_block_pages(page_tokens, self.platform))
         return min(tokens, blocks.pages * blocks.most * page_tokens)
 
-    @property
+    @functools.cached_property
     def own_count(self) -> int:
         """Number of trained parameters that a device stores."""
         return sum(local_count(spec, self.train_parts) for spec in trained_specs(self.decoder).values())
 
-    @property
+    @functools.cached_property
     def gathered_counts(self) -> tuple[int, int]:
         """Numbers of parameters of all layers, and of embedding and head, on one device once they are gathered."""
         parts = self._parts(params.GATHERED_AXES)
@@ -372,7 +372,7 @@ class RunSizes:
         weights = self.decoder.width * outputs // summed
         return weights * (gathered - 1) // gathered + 2 * tokens * outputs * (summed - 1) // summed
 
-    @property
+    @functools.cached_property
     def _rollout_exchange(self) -> tuple[int, int]:
         """The number of parts from which the rollout gathers weights, and the number of parts over which it sums
         products.

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import podium.plan.traced.estimate as closed_form
+import podium.plan.closed_form.estimate as closed_form
 from podium.config.sizes import steps_at_once
+from podium.plan.closed_form.estimate import PhaseEstimate
 from podium.plan.request.phase_sizes import OwnRows, RunSizes
 from podium.plan.request.planned_rows import ShapeShare, packed_step
 from podium.plan.request.workload import SequenceLengths, Workload, longer_prompts
-from podium.plan.traced.estimate import PhaseEstimate
 from podium.run.run_spec import SCORE, RowShape
 
 

@@ -1,13 +1,13 @@
 """`--fit`: find the fastest settings that fit, first without changing what the run learns.
 
-The closed form orders pairs of an update and a rollout (`podium.plan.search.fit_candidates`), and the compiler judges:
-of the best pair only the update is compiled, and the decode if its estimate leaves it in doubt. The compiler's figure
-for one program corrects the estimates of all similar ones, and the next pair is tried until one fits; then the whole
-run is planned. No jax.
+The closed form orders pairs of an update and a rollout (`podium.plan.search.fit_candidates`). The first of each kind is
+traced, which corrects the estimates of all similar ones. Then the compiler judges: of the best pair only the update is
+compiled, and the decode if its estimate leaves it in doubt. Its figure corrects similar estimates too, and the next
+pair is tried until one fits; then the whole run is planned. No jax.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
 
 from podium.config.errors import ConfigError
@@ -15,7 +15,7 @@ from podium.config.lora import Base, LoraConfig
 from podium.config.optimizer import OPTIMIZER_COPIES
 from podium.plan.request.candidate import Case, Change, Changes
 from podium.plan.result import Plan
-from podium.plan.search.fit_candidates import WORTH, Choice, Halves
+from podium.plan.search.fit_candidates import WORTH, Choice, Half, Halves
 from podium.plan.search.study import Outcome, Study
 
 MOST_PROGRAMS = 6  # programs that are compiled alone
@@ -66,7 +66,7 @@ class Fit:
     """Settings that keep their values."""
     tried: list[Tried] = dataclasses.field(default_factory=list)
     factors: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
-    """Compiled bytes over estimated ones, by phase and kind of half, also of settings with other changes."""
+    """Traced or compiled bytes over estimated ones, by phase and kind of half, also of settings with other changes."""
 
     def find(self, *, all_others: bool) -> Fitted:
         """Find the settings; with `all_others`, faster ones that change what is learned too, even if others fit.
@@ -129,7 +129,7 @@ class Fit:
         """The candidates for a case. Raises ValueError if it contradicts itself."""
         halves = Halves(self.study.run(case), self.study.lengths, self.fixed)
         fast = self.study.fast
-        return Choice(halves.places(), case.machine.hbm_bytes, fast=fast, factors={} if fast else self.factors)
+        return Choice(halves.places(), case.machine.hbm_bytes, fast=fast, factors=self.factors)
 
     def _estimated(self, choice: Choice, case: Case) -> Outcome | None:
         """The best settings by the closed form; None if none fit."""
@@ -149,6 +149,9 @@ class Fit:
         close: Outcome | None = None
         while plans < MOST_PLANS and (pair := choice.best()) is not None:
             changed = case.but(*case.changes, *pair.changes)
+            if self.study.by != "closed_form" and (unseen := choice.unseen(pair)):
+                self._trace(choice, changed, unseen)
+                continue
             open_phases = choice.open_phases(pair) if programs < MOST_PROGRAMS else {}
             if open_phases:
                 programs += len(open_phases)
@@ -159,11 +162,15 @@ class Fit:
                     continue
                 for (phase, half), peak in zip(open_phases.items(), peaks, strict=True):
                     choice.learn(half, phase, peak.bytes, refused=peak.refused)
-                    made_by = "its refusal" if peak.refused else "compiler" if peak.compiled else "closed form"
                     fits = choice.need(half) <= choice.limit(pair.place)
                     self.tried.append(
                         Tried(
-                            changed.changes, phase, bytes=peak.bytes, fits=fits, seconds=pair.seconds, made_by=made_by
+                            changed.changes,
+                            phase,
+                            bytes=peak.bytes,
+                            fits=fits,
+                            seconds=pair.seconds,
+                            made_by=peak.made_by,
                         )
                     )
                 continue
@@ -179,10 +186,19 @@ class Fit:
             choice.learn_plan(pair, found.plan)
         return close
 
+    def _trace(self, choice: Choice, case: Case, halves: Mapping[str, Half]) -> None:
+        """Correct the estimates of kinds of halves by the traces of these."""
+        for phase, half in halves.items():
+            try:
+                peak = self.study.traced_peak(case, [phase])
+            except ConfigError:  # found again, and told, where the whole case is planned
+                peak = None
+            choice.correct(half, phase, peak and peak.bytes)
+
     def _note(self, found: Outcome) -> None:
         """Record a whole plan among the settings that were tried."""
         plan = found.plan
-        made_by = "closed form" if plan.estimate_only else "whole plan"
+        made_by = {"estimated": "closed form", "traced": "trace", "compiled": "whole plan"}[plan.made]
         seconds = plan.step.value if plan.step else 0.0
         fits = plan.verdict == "fits"
         self.tried.append(

@@ -14,6 +14,7 @@ from typing import NamedTuple, get_args
 from podium.config.schema import Remat
 from podium.config.sizes import check_split, table_pages
 from podium.plan.calibration import find_chip
+from podium.plan.closed_form.estimate import decode_phase
 from podium.plan.planned_device import Device, closed_form_roofline
 from podium.plan.planner import is_compiled
 from podium.plan.request.candidate import Change, Changes, Value
@@ -22,7 +23,6 @@ from podium.plan.request.planned_rows import optimizer_steps
 from podium.plan.request.step_calls import Call, packed_run, rollout_calls, update_calls
 from podium.plan.request.workload import SequenceLengths, no_rollout, simulate_rollout
 from podium.plan.result import Phase, Plan, margin, part_of, total
-from podium.plan.traced.estimate import decode_phase
 from podium.run.resolve import resolve_batch, resolve_update
 from podium.train.batches.shapes import pack
 
@@ -344,7 +344,7 @@ class Choice:
         """Prepare to consider places one after another, as they are needed; the first has the run's own shared
         settings.
 
-        `factors` are compiled bytes over estimated ones, by phase and kind of half; what is learned is added.
+        `factors` are traced or compiled bytes over estimated ones, by phase and kind of half; what is learned is added.
         """
         self._waiting = list(places)
         self._places: list[Place] = []
@@ -395,14 +395,29 @@ class Choice:
         halves = (pair.update, pair.rollout)
         return {phase: half for half in halves if (phase := self._open(half)) is not None}
 
+    def unseen(self, pair: Pair) -> dict[str, Half]:
+        """The update's and the decode's phase of a pair, each with its half, if no program of their kind was seen."""
+        halves = (pair.update, pair.rollout)
+        largest = {self._alone(half): half for half in halves}
+        return {phase: half for phase, half in largest.items() if (phase, half.like) not in self._factors}
+
+    def correct(self, half: Half, phase: str, size: int | None) -> None:
+        """Correct the estimates of halves of a kind by the trace of one; None: it could not be traced."""
+        self._factors[phase, half.like] = 1.0 if size is None else size / half.peaks[phase]
+
+    @staticmethod
+    def _alone(half: Half) -> str:
+        """The phase of a half whose program is traced or compiled alone."""
+        alone = (name for name in half.peaks if name == "decode" or part_of(name) == "update")
+        return max(alone, key=lambda name: half.peaks[name])
+
     def _open(self, half: Half) -> str | None:
         """The phase of a half that should be compiled separately; None if the half's memory is known, or if it is a
         decode sure to fit.
 
         Such a decode is compiled with the whole plan.
         """
-        alone = (name for name in half.peaks if name == "decode" or part_of(name) == "update")
-        phase = max(alone, key=lambda name: half.peaks[name])
+        phase = self._alone(half)
         if (id(half), phase) in self._exact:
             return None
         sure = (1 - margin(False)) * self._hbm_bytes

@@ -1,7 +1,7 @@
 """`--search KEY`: find the largest value of a setting that fits, from the memory of a few values.
 
-The closed form chooses the values to probe; the compiler decides whether they fit. Programs that the setting does not
-change come from the planner's cache.
+The closed form, corrected by what was found, chooses the values to probe; traces or the compiler decide whether they
+fit. Programs that the setting does not change come from the planner's cache.
 """
 
 import bisect
@@ -76,7 +76,7 @@ def find_largest(study: Study, key: str, now: Case) -> tuple[Outcome, Largest]:
     )
     chosen = case(found.best or min(found.tried))
     whole = () if study.fast or not found.best else tuple(study.programs(chosen, phases))
-    return study.of(chosen, closed_form=study.fast, whole=whole), found
+    return study.of(chosen, whole=whole), found
 
 
 def search(

@@ -69,8 +69,8 @@ AUTO = "auto"
 MOST_DEVICES = 64
 RENTED = (1, 2, 4, 8, 16, 32, 64)
 """GPU counts that can be rented."""
-COMPILED = 3  # stop once the compiler has confirmed this many machines, the cheapest among them
-MOST_TRIED = 8  # compile for at most this many machines
+CONFIRMED = 3  # stop once traces or the compiler have confirmed this many machines, the cheapest among them
+MOST_TRIED = 8  # trace or compile for at most this many machines
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,22 +95,23 @@ def machines() -> list[Accelerator]:
 
 
 def rank_machines(study: Study) -> Ranking:
-    """Rank all machines by cost; compile for the cheapest until the compiler confirms three, the first among them."""
+    """Rank all machines by cost; trace or compile for the cheapest until three are confirmed, the first among them."""
     estimates = study.outcomes([Case(machine) for machine in machines()], closed_form=True)
     planned = [each for each in estimates if each.known is not None]
     known = {each.case: each for each in planned}
     missing: dict[str, str] = {}
-    for _ in range(0 if study.fast else MOST_TRIED):
+    for _ in range(0 if study.by == "closed_form" else MOST_TRIED):
         ranking = _fitting(known.values())
-        compiled = [each for each in ranking if not each.plan.estimate_only]
+        confirmed = [each for each in ranking if not _guessed(each)]
         able = [each for each in ranking if each.case.machine.platform not in missing]
-        if len(compiled) >= COMPILED and able and able[0] is compiled[0]:
+        if len(confirmed) >= CONFIRMED and able and able[0] is confirmed[0]:
             break
-        case = next((each.case for each in able if each.plan.estimate_only), None)
+        case = next((each.case for each in able if _guessed(each)), None)
         if case is None:
             break
         try:
-            check_compiler(case.machine)
+            if not study.fast:
+                check_compiler(case.machine)
         except ValueError as error:
             missing[case.machine.platform] = str(error)
             continue
@@ -122,6 +123,11 @@ def rank_machines(study: Study) -> Ranking:
         refused=len(estimates) - len(planned),
         not_compiled=list(missing.values()),
     )
+
+
+def _guessed(outcome: Outcome) -> bool:
+    """Whether the plan is the closed form's alone."""
+    return outcome.plan.made == "estimated"
 
 
 def _fitting(outcomes: Iterable[Outcome]) -> list[Outcome]:

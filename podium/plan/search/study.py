@@ -1,9 +1,9 @@
 """Plans candidates of one run: every search is built on this. No jax.
 
-A case is a machine plus changes to the run's settings. A study plans cases, by the closed form or with the compiler,
-and returns an outcome for each; of some programs it finds only the peak memory. The searches decide which cases to try,
-in which order, and what to report: an order of machines, values or single changes (`ranking`), the largest value that
-fits (`largest`), or the fastest settings that fit (`fit`).
+A case is a machine plus changes to the run's settings. A study plans cases, by the closed form, by traces or with the
+compiler, and returns an outcome for each; of some programs it finds only the peak memory. The searches decide which
+cases to try, in which order, and what to report: an order of machines, values or single changes (`ranking`), the
+largest value that fits (`largest`), or the fastest settings that fit (`fit`).
 """
 
 import contextlib
@@ -28,6 +28,8 @@ from podium.plan.request.plan_subject import Subject, given
 from podium.plan.request.step_calls import Call, largest_calls, step_calls
 from podium.plan.request.workload import simulate_rollout
 from podium.plan.result import By, Peak, Plan, Seconds
+from podium.plan.traced.fast_answer import fast_programs
+from podium.plan.traced.trust import trust
 from podium.prices import HOUR_S, Price
 from podium.run.divisible import check_divisible
 
@@ -234,13 +236,28 @@ class Study:
         largest = max(forms, key=lambda form: form.total)
         return Peak(phase=largest.name, bytes=largest.total, refused=False, compiled=False)
 
+    def traced_peak(self, case: Case, phases: Sequence[str]) -> Peak | None:
+        """The peak memory of a case in these phases as they are traced; None if none of them can be read."""
+        planned = self.run(case)
+        with self._following("tracing", case.machine) as progress:
+            jobs = make_jobs(planned, self.programs(case, phases))
+            found = fast_programs(planned.sizes, jobs, may_compile=False, progress=progress)
+        peaks = [(each.device_bytes, name.partition(":")[0]) for name, each in found.items()]
+        if not peaks:
+            return None
+        size, phase = max(peaks)
+        high = int(trust(planned.sizes, phase).high * size)
+        return Peak(phase=phase, bytes=size, refused=False, compiled=False, high_bytes=high)
+
     def peaks(self, asked: Sequence[tuple[Case, Sequence[str]]]) -> list[Peak]:
-        """The peak memory of each case in its phases; compiles two programs at a time, and prints each peak.
+        """The peak memory of each case in its phases, each printed; where they are compiled, two programs at a time.
 
         All cases are of one machine.
         """
         machine = asked[0][0].machine
-        if self.fast or not all(is_compiled(self.run(case).sizes) for case, _ in asked):
+        if self.by == "trace":
+            found = [self.traced_peak(case, phases) or self.estimated_peak(case, phases) for case, phases in asked]
+        elif self.by == "closed_form" or not all(is_compiled(self.run(case).sizes) for case, _ in asked):
             found = [self.estimated_peak(case, phases) for case, phases in asked]
         else:
             jobs = [make_jobs(self.run(case), self.programs(case, phases)) for case, phases in asked]

@@ -1,1 +1,1 @@
-"""Plans without a compiler: closed forms, and programs that are traced and read."""
+"""Plans without a compiler: programs that are traced and read."""

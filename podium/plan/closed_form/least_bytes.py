@@ -1,12 +1,12 @@
 """The floor of each program: the bytes that a device has to move in it, whatever the compiler does. No jax.
 
 These are weights, the live cache, logits and optimizer state, each moved once. The operations of a floor are the closed
-form's (`podium.plan.traced.estimate`), which adds the bytes that compilers were seen to move beyond these;
-`podium.plan.traced.over_floor` compares compiled programs with both.
+form's (`podium.plan.closed_form.estimate`), which adds those of activations and passes over logits;
+`podium.plan.closed_form.over_floor` compares compiled programs with both.
 """
 
+from podium.plan.closed_form.resident_memory import frozen_bytes
 from podium.plan.request.phase_sizes import F32, RunSizes, cast_bytes, optimizer_bytes
-from podium.plan.traced.resident_memory import frozen_bytes
 
 
 def logits_bytes(run: RunSizes, tokens: int) -> int:

@@ -1,7 +1,7 @@
 """How long a phase's compiled programs take beyond their floor, and which instructions cause it. No jax.
 
-A floor is the time of the closed form's operations or of the bytes of `podium.plan.traced.least_bytes`, whichever is
-longer. A program's time is the sum over its instructions, without transfers and launches, which have no floor here.
+A floor is the time of the closed form's operations or of the bytes of `podium.plan.closed_form.least_bytes`, whichever
+is longer. A program's time is the sum over its instructions, without transfers and launches, which have no floor here.
 """
 
 from collections.abc import Iterator, Sequence
