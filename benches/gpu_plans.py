@@ -3,8 +3,8 @@
     python -m benches.gpu_plans            (half an hour on two cores; needs pip install 'podium-rl[plan-gpu]')
 
 Each plan starts without a cache, as the first of a user does; what was planned before is in the folder of --rows, so
-that an interrupted bench goes on. Beside the compiler's memory stands the closed form's of
-the same phase. Writes benches/results/gpu-plans-planned.json and its part of docs/planner-measurements.md.
+that an interrupted bench goes on. Beside the compiler's memory stands the closed form's of the same phase. Writes
+benches/results/gpu-plans-planned.json and its part of docs/planner-measurements.md.
 """
 
 import json
@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from benches.record import ROOT, arguments, record, write_section
-from podium.accelerators import GIB
+from podium.accelerators import GIB, find_accelerator
 from podium.plan import plan
+from podium.plan.request.candidate import Case
+from podium.plan.request.plan_subject import Subject
 from podium.plan.result import Plan
+from podium.plan.search.study import Study
 
 MODELS = (
     "Qwen/Qwen2.5-0.5B-Instruct",
@@ -31,7 +34,7 @@ PACKAGES = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
 
 def row(model: str, machine: str) -> dict[str, Any]:
     """A plan made from nothing, and what it says."""
-    estimated = plan(model, machine, fast=True)
+    estimated = Study(Subject(model=model)).plan(Case(find_accelerator(machine)), closed_form=True)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
         start, used = time.perf_counter(), _cpu_seconds()

@@ -1,4 +1,4 @@
-"""How long `podium plan` takes: a first look, the closed form, compiled, again, to search, and to rank all machines.
+"""How long `podium plan` takes: a first look, traced, compiled, again, to search, and to rank all machines.
 
     python -m benches.plan_seconds         (about twenty minutes on two cores; needs podium-rl[plan-gpu])
     python -m benches.plan_seconds --only search auto
@@ -34,7 +34,7 @@ COMMANDS: Mapping[str, Sequence[str]] = {
     "auto": (CONFIG, "--on", "auto"),
 }
 EVERY, MACHINES = "every config, fast", ("v4-16", "v6e-8", "v5p-64", "h100-8")
-"""The plan without a compiler of each config in configs/ on each of these machines, of which the slowest counts."""
+"""The plan with `--fast` of each config in configs/ on each of these machines, of which the slowest counts."""
 CONFIGS = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "configs").glob("*.yaml"))]
 KEEPS_CACHE = {"cached"}  # of the command before
 BARS = {

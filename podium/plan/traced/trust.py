@@ -25,7 +25,7 @@ ROLLOUT = Trust(0.98, 1.09)
 TPU_UPDATE = Trust(0.90, 1.11)
 TPU_PATTERN = Trust(0.94, 1.42, near=False)
 """XLA's schedule of a loop whose body has several layers keeps arrays of more than one of them."""
-GPU_UPDATE = Trust(0.87, 1.06)
+GPU_UPDATE = Trust(0.87, 1.09)
 GPU_PLAIN = Trust(0.83, 1.25, near=False)
 """cuBLAS gets copies of operands in other layouts, of scores and of recurrences, which a trace does not have."""
 
