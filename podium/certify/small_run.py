@@ -355,8 +355,18 @@ def with_other_options(subject: Subject) -> Subject:
         loss_parts=[LossPartConfig(recipe="sft", weight=0.7, prompts_per_step=PROMPTS)],
     )
     rows = {"packing": "none", "rows_per_device": 1, "tokens_per_device": None}
-    train = subject.config.train.model_copy(update=rows)
-    config = subject.config.model_copy(update={"algorithm": algorithm, "train": train, **WITHOUT_MODELS})
+    return _trained_by(algorithm, subject, rows)
+
+
+def with_smooth_loss(subject: Subject) -> Subject:
+    """The same subject with REINFORCE, whose gradient rounding changes little: nothing is clipped or chosen."""
+    return _trained_by(AlgorithmConfig(recipe="reinforce"), subject, {})
+
+
+def _trained_by(algorithm: AlgorithmConfig, subject: Subject, train: Mapping[str, object]) -> Subject:
+    """The subject with another algorithm, and these replacements in the config's section `train`."""
+    changed = {"algorithm": algorithm, "train": subject.config.train.model_copy(update=train), **WITHOUT_MODELS}
+    config = subject.config.model_copy(update=changed)
     recipe = resolve_recipe(config)
     other = dataclasses.replace(
         subject,
