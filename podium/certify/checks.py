@@ -21,7 +21,7 @@ from podium.certify.formulas import CLAIMS, formula_checks
 from podium.certify.long_sequences import long_checks
 from podium.certify.rollout_devices import DEVICES, device_mesh, rollout_device_checks
 from podium.certify.router_balance import balance_check
-from podium.certify.small_run import of_rewards_alone
+from podium.certify.small_run import of_rewards_alone, with_smooth_loss
 from podium.certify.subject import ROW_TOKENS, Subject, make_group, one_device
 from podium.certify.tiny import tiny_clone
 from podium.certify.updates import (
@@ -52,6 +52,9 @@ CHUNK_TOKENS = 7 * 16  # 7 positions of 16 rows: they do not divide a row
 AS_CONFIGURED = "as configured"
 """The form with the config's own settings: its check comes last, since a bug in any other form may show in it too."""
 BESIDE_UNPACKED = ("packing", "shared prompts")
+FORMAT_BAR = 0.25
+"""Tolerance of gradients in bfloat16. Its rounding changes those of clones by up to 0.1 (a recurrent one's taps); a sum
+over two devices that is averaged, or lacks one of them, is off by half."""
 LONG_ROW = 160  # tokens: more than two blocks of attention
 
 
@@ -229,6 +232,36 @@ def form_checks(updates: Updates) -> Iterator[Check]:
         before.append(name)
 
 
+def format_checks(updates: Updates) -> Iterator[Check]:
+    """Compare an update on several devices, in the config's own number formats, with the naive objective.
+
+    All other checks compute in float32, and devices add gradients by other programs in other formats. `train.dtype:
+    auto` counts as bfloat16, which it is on accelerators.
+    """
+    if not _rounds(updates.subject):
+        return
+    own = Updates(with_smooth_loss(updates.subject))
+    naive, before = own.naive(own.subject.weights), list[str]()
+    for mesh in (each for choices in (MESHES[:1], SPLIT_ROWS) for each in meshes_of(own.subject, choices)):
+        train = {**PLAIN, "attention": "auto", "dtype": "bfloat16", "replay_routing": True}
+        (found,) = own.run(Form(packing="none", devices=mesh, train=train))
+        devices = f"devices {_split(mesh)}"
+        before += [devices, f"{devices} in bfloat16"]
+        yield Check(
+            name=before[-1],
+            claim=f"gradients in bfloat16 on {mesh.size} devices, reduced in {own.subject.config.train.reduce_dtype},"
+            " are nearly those of REINFORCE's formula",
+            difference=gradient_difference(found.gradient, naive.gradient, naive.sizes),
+            bar=FORMAT_BAR,
+            after=(*OF_BATCH, "log-probabilities", "gradient", *before[:-1]),
+        )
+
+
+def _rounds(subject: Subject) -> bool:
+    """Whether the user's update computes in bfloat16, and few enough layers round for `FORMAT_BAR`."""
+    return subject.user.train.dtype != "float32" and not subject.full
+
+
 def _forms(subject: Subject) -> Iterator[tuple[str, str, tuple[str, ...], Form]]:
     """Yield each form to check: the check's name, the end of its claim, further checks it depends on, and the form."""
     yield "packing", "in rows of several sequences", (), Form(packing="sequences")
@@ -240,7 +273,9 @@ def _forms(subject: Subject) -> Iterator[tuple[str, str, tuple[str, ...], Form]]
     for mesh in meshes_of(subject, MESHES):
         yield f"devices {_split(mesh)}", f"on {mesh.size} devices", (), Form(packing="none", devices=mesh)
     for mesh in meshes_of(subject, SPLIT_ROWS):
-        form = Form(devices=mesh, train={**PLAIN, "attention": "auto"})
+        form = Form(
+            rows=4, devices=mesh, train={**PLAIN, "attention": "auto"}
+        )  # few, or balance lets none share prompts
         yield f"devices {_split(mesh)}", f"on {mesh.size} devices that split the tokens of rows", packed, form
     yield "micro-batches", "in several micro-batches", (*packed, "gradient"), Form(rows=2)
     for choice in usable_attention():
@@ -295,6 +330,8 @@ def skipped(subject: Subject) -> Iterator[str]:
     """Yield a line for each check that this machine cannot make, with the reason."""
     if not meshes_of(subject, MESHES):
         yield "devices: there is one device, and no mesh of simulated CPU devices divides the model"
+    if subject.full and subject.user.train.dtype != "float32":
+        yield "devices in bfloat16: the rounding of many layers hides bugs; certify without --full"
     if device_mesh(subject) is None:
         yield f"rollout devices: there are fewer than {DEVICES} devices, or they do not divide the model"
     if "kernel" not in usable_attention():
@@ -315,6 +352,7 @@ STAGES: tuple[Stage, ...] = (
     scoring_checks,
     update_checks,
     form_checks,
+    format_checks,
     long_checks,
     rollout_device_checks,
     training_checks,

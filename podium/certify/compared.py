@@ -150,7 +150,7 @@ def _update_checks(subject: Subject, training: Training) -> Iterator[Check]:
         bar=_weight_bar(training.config.train.optimizer),
         after=("schedule", f"optimizer {name}", "optimizer steps"),
     )
-    yield reports_check(subject, training, followed, (*causes, "training", "new weights"))
+    yield reports_check(subject, training, followed, (*causes, *OF_RUN, "training", "new weights"))
     for each in learning:
         yield from _learning_checks(training, each, followed, (*causes, "value update"))
     yield Check(

@@ -63,7 +63,7 @@ from podium.train.setup import load_weights, make_model
 COMPLETIONS = 4
 LONGEST_CONVERSATION = LONGEST_PROMPT + 2 * MAX_NEW_TOKENS + LONGEST_REPLY
 """Tokens of the longest conversation in the run that is watched: some are cut before their last turn."""
-OTHER_SEED = 7  # replaces a seed of 0
+OTHER_SEED = 10  # replaces a seed of 0; with it steps of the watched run wait, and limits cut answers
 OTHER_THAN_1 = 0.9  # replaces a temperature of 1, at which a missing division would not show
 IN_FLIGHT = 2.0  # rollout.in_flight: completions span several steps, and updates come between turns and their replies
 MAX_STALENESS = 1  # so that a step has to wait for prompts that would become too old
@@ -355,8 +355,18 @@ def with_other_options(subject: Subject) -> Subject:
         loss_parts=[LossPartConfig(recipe="sft", weight=0.7, prompts_per_step=PROMPTS)],
     )
     rows = {"packing": "none", "rows_per_device": 1, "tokens_per_device": None}
-    train = subject.config.train.model_copy(update=rows)
-    config = subject.config.model_copy(update={"algorithm": algorithm, "train": train, **WITHOUT_MODELS})
+    return _trained_by(algorithm, subject, rows)
+
+
+def with_smooth_loss(subject: Subject) -> Subject:
+    """The same subject with REINFORCE, whose gradient rounding changes little: nothing is clipped or chosen."""
+    return _trained_by(AlgorithmConfig(recipe="reinforce"), subject, {})
+
+
+def _trained_by(algorithm: AlgorithmConfig, subject: Subject, train: Mapping[str, object]) -> Subject:
+    """The subject with another algorithm, and these replacements in the config's section `train`."""
+    changed = {"algorithm": algorithm, "train": subject.config.train.model_copy(update=train), **WITHOUT_MODELS}
+    config = subject.config.model_copy(update=changed)
     recipe = resolve_recipe(config)
     other = dataclasses.replace(
         subject,

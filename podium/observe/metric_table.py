@@ -70,7 +70,7 @@ def _loss_parts(stats: StepStats) -> Mapping[str, float] | None:
 
 def _effective_share(stats: StepStats) -> float | None:
     means = stats.updated.token_means
-    return means["ratio"] ** 2 / means["squared_ratio"] if "ratio" in means else None
+    return means["ratio"] ** 2 / means["squared_ratio"] if means.get("squared_ratio") else None  # 0: no token counted
 
 
 def _token_ages(stats: StepStats) -> tuple[float, float] | None:

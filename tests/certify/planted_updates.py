@@ -1,6 +1,7 @@
 """Bugs of the model, of an update, and of its forms, for `test_planted_bugs.py` to plant."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,12 @@ import numpy as np
 from planted_runs import Plant
 
 from podium.algorithms import routers
-from podium.models import architecture
+from podium.models import architecture, expert_mixture
 from podium.models.attention.mask import Visibility
 from podium.models.blocks import routing
 from podium.models.files import gguf_config, hf_config
 from podium.models.files.gguf_metadata import mixture_keys
+from podium.sharding import ShardingRules
 from podium.train import step
 from podium.train.batches import samples
 
@@ -129,6 +131,63 @@ def prompts_unseen_over_split_rows() -> Plant:
         return original(backend, own, rules)
 
     return step, "row_attention", planted
+
+
+# Gradients that devices add in number formats other than float32.
+
+
+def experts_averaged_over_devices() -> Plant:
+    original = expert_mixture._scattered
+
+    def planted(dx, dim, names, mesh):
+        return original(dx, dim, names, mesh) / math.prod(mesh.shape[name] for name in names)
+
+    return expert_mixture, "_scattered", planted
+
+
+def experts_of_split_rows_averaged() -> Plant:
+    """Over devices that split the tokens of rows, and the experts' width."""
+    original = expert_mixture._scattered
+    return (
+        expert_mixture,
+        "_scattered",
+        lambda dx, dim, names, mesh: original(dx, dim, names, mesh) / mesh.shape.get("sp" if "sp" in names else "", 1),
+    )
+
+
+def weights_averaged_over_devices() -> Plant:
+    """Of the matrices whose gradients are float32 beside products in bfloat16."""
+    original = ShardingRules.weight_sums
+
+    def planted(rules, x, *axes):
+        return original(rules, x / rules.num_shards("batch"), *axes)
+
+    return ShardingRules, "weight_sums", planted
+
+
+def head_of_the_first_piece() -> Plant:
+    """The gradient of the head, summed in float32 beside products in bfloat16, is that of one piece of the batch."""
+    original = ShardingRules.sums_of_copies
+
+    def planted(rules, x, *axes, **options):
+        every = original(rules, x, *axes, **options)
+        first = jnp.arange(len(every)).reshape(-1, *[1] * x.ndim) == 0
+        return jnp.where(first, every, 0)
+
+    return ShardingRules, "sums_of_copies", planted
+
+
+def bfloat16_averaged_over_devices() -> Plant:
+    """With `reduce_dtype: bfloat16`, of all matrices but the head and the experts."""
+    original = ShardingRules.constrain_weight
+
+    def planted(rules, x, *axes):
+        if x.dtype != jnp.bfloat16:
+            return original(rules, x, *axes)
+        share = 1 / rules.num_shards("batch")
+        return original(rules, x * share + jax.lax.stop_gradient(x * (1 - share)), *axes)
+
+    return ShardingRules, "constrain_weight", planted
 
 
 def balance_of_mean_probabilities() -> Plant:

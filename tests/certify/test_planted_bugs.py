@@ -23,7 +23,7 @@ from planted_runs import Plant
 from podium.certify.answer_ends import ends_check
 from podium.certify.batches import batch_checks
 from podium.certify.check_result import Certificate, Check
-from podium.certify.checks import Stage, form_checks, model_checks, scoring_checks, update_checks
+from podium.certify.checks import Stage, form_checks, format_checks, model_checks, scoring_checks, update_checks
 from podium.certify.compared import training_checks
 from podium.certify.formulas import formula_checks
 from podium.certify.known_answers import grades_check
@@ -40,11 +40,13 @@ from podium.config.schema import Config, TaskConfig
 
 QWEN3 = "Qwen/Qwen3-0.6B"
 EXPERTS = "Qwen/Qwen3-30B-A3B-Instruct-2507"
+IN_BFLOAT16 = "devices dp:2,fsdp:2,tp:2 in bfloat16"
 SUBJECTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "lora": {"lora": {"rank": 8, "alpha": 16}},
     "anchored": {"lora": {"rank": 8, "alpha": 16}, "algorithm": {"kl": "k3", "kl_coef": 0.1, "top_entropy": 0.5}},
     "experts": {"model": EXPERTS},
+    "reduced": {"train": {"reduce_dtype": "bfloat16"}},
     "taught": {"algorithm": {"recipe": "distill"}, "teacher": {"model": QWEN3}},
     "whole": {"algorithm": {"recipe": "distill"}, "teacher": {"model": QWEN3, "loss": "full", "reverse": 0.7}},
     "adapted": {
@@ -165,6 +167,11 @@ SLOW: dict[Callable[[], Plant], Named] = {
     planted_updates.mean_of_means: Named(form_checks, "micro-batches"),
     planted_updates.leaked_segment: Named(form_checks, "packing"),
     planted_updates.prompts_unseen_over_split_rows: Named(form_checks, "devices fsdp:2,sp:4"),
+    planted_updates.experts_averaged_over_devices: Named(format_checks, IN_BFLOAT16, "experts"),
+    planted_updates.experts_of_split_rows_averaged: Named(format_checks, "devices fsdp:2,sp:4 in bfloat16", "experts"),
+    planted_updates.weights_averaged_over_devices: Named(format_checks, IN_BFLOAT16),
+    planted_updates.head_of_the_first_piece: Named(format_checks, IN_BFLOAT16),
+    planted_updates.bfloat16_averaged_over_devices: Named(format_checks, IN_BFLOAT16, "reduced"),
     planted_runs.second_hand_over_ignored: Named(training_checks, "hand-over"),
     planted_runs.rounded_in_the_hand_over: Named(training_checks, "hand-over"),
     planted_runs.hand_over_one_step_late: Named(training_checks, "hand-over"),
