@@ -233,7 +233,7 @@ def form_checks(updates: Updates) -> Iterator[Check]:
 
 
 def format_checks(updates: Updates) -> Iterator[Check]:
-    """Compare an update on several devices, in the config's own number formats, with the naive objective.
+    """Compare an update in the config's own number formats, on one device and on several, with the naive objective.
 
     All other checks compute in float32, and devices add gradients by other programs in other formats. `train.dtype:
     auto` counts as bfloat16, which it is on accelerators.
@@ -242,15 +242,18 @@ def format_checks(updates: Updates) -> Iterator[Check]:
         return
     own = Updates(with_smooth_loss(updates.subject))
     naive, before = own.naive(own.subject.weights), list[str]()
-    for mesh in (each for choices in (MESHES[:1], SPLIT_ROWS) for each in meshes_of(own.subject, choices)):
-        train = {**PLAIN, "attention": "auto", "dtype": "bfloat16", "replay_routing": True}
+    train = {**PLAIN, "attention": "auto", "dtype": "bfloat16", "replay_routing": True}
+    several = [each for choices in (MESHES[:1], SPLIT_ROWS) for each in meshes_of(own.subject, choices)]
+    for mesh in (None, *several):
         (found,) = own.run(Form(packing="none", devices=mesh, train=train))
-        devices = f"devices {_split(mesh)}"
-        before += [devices, f"{devices} in bfloat16"]
+        devices = None if mesh is None else f"devices {_split(mesh)}"
+        own_name = "gradient in bfloat16" if mesh is None else f"{devices} in bfloat16"
+        before += [own_name] if devices is None else [devices, own_name]
+        reduced = f", reduced in {own.subject.config.train.reduce_dtype},"
+        where = "on one device" if mesh is None else f"on {mesh.size} devices{reduced}"
         yield Check(
-            name=before[-1],
-            claim=f"gradients in bfloat16 on {mesh.size} devices, reduced in {own.subject.config.train.reduce_dtype},"
-            " are nearly those of REINFORCE's formula",
+            name=own_name,
+            claim=f"gradients in bfloat16 {where} are nearly those of REINFORCE's formula",
             difference=gradient_difference(found.gradient, naive.gradient, naive.sizes),
             bar=FORMAT_BAR,
             after=(*OF_BATCH, "log-probabilities", "gradient", *before[:-1]),

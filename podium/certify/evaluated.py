@@ -17,6 +17,7 @@ from podium.certify.training import Evaluated, Training
 from podium.observe.stats import PreferenceStats, TaskScores
 from podium.sampling.groups import Group
 from podium.tasks.task import Prompt, Reward, TaskSource
+from podium.train import evaluate
 
 OF_RUN = ("ends of answers", "order of prompts", "conversations", "episodes")
 OF_DRAWS = ("hand-over", "repetition penalty", "cuts", "draws")
@@ -91,20 +92,28 @@ def _wrong_draws(subject: Subject, training: Training, found: Evaluated) -> int:
 
 
 def _wrong_scores(found: Evaluated) -> int:
-    """Number of scores that differ from those of the answers' rewards; a question too long to be asked is wrong."""
-    right = [
+    """Number of scores that differ from those of the answers' rewards, also where questions are not answered greedily;
+    a question too long to be asked is wrong.
+    """
+    alone = evaluate.task_scores((), found.sampled, questions=len(EVERY))
+    both = ((found.scores, found.greedy), (alone, found.sampled))
+    return sum(_wrong_in(scores, answered, found.sampled) for scores, answered in both)
+
+
+def _wrong_in(scores: TaskScores, answered: Sequence[Group], drawn: Sequence[Group]) -> int:
+    """Number of wrong scores, of which the accuracies are of `answered` and the others of `drawn`."""
+    first, sampled = (
         np.array([[min(1.0, max(0.0, reward.parts["correct"])) for reward in group.rewards] for group in groups])
-        for groups in (found.greedy, found.sampled)
-    ]
-    greedy, sampled = right
-    answers = [transcript for group in found.greedy for transcript in group.transcripts]
-    cut = np.array([transcript.finish_reason != "stop" for transcript in answers])
-    rewards = [reward for group in found.greedy for reward in group.rewards]
-    scores, n = found.scores, len(EVERY)
+        for groups in (answered, drawn)
+    )
+    answers = [transcript for group in answered for transcript in group.transcripts]
+    cut = np.array([transcript.finish_reason != "stop" for transcript in answers]).reshape(first.shape)
+    rewards = [reward for group in answered for reward in group.rewards]
+    n, k = len(EVERY), first.shape[1]
     passed = [_share_of_sets(sampled, size) / n for size in range(1, EVAL_SAMPLES + 1)]
     pairs = (
-        (scores.accuracy, greedy.sum() / n),
-        (scores.completed_accuracy, (greedy[:, 0] * ~cut).sum() / n),
+        (scores.accuracy, first.sum() / k / n),
+        (scores.completed_accuracy, (first * ~cut).sum() / k / n),
         (scores.avg_at_k, sampled.sum() / EVAL_SAMPLES / n),
         (scores.pass_at_k, passed[-1]),
         *zip(scores.passes.values(), passed, strict=False),

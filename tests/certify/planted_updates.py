@@ -9,7 +9,7 @@ import numpy as np
 from planted_runs import Plant
 
 from podium.algorithms import routers
-from podium.models import architecture, expert_mixture
+from podium.models import architecture, decoder, expert_mixture
 from podium.models.attention.mask import Visibility
 from podium.models.blocks import routing
 from podium.models.files import gguf_config, hf_config
@@ -134,6 +134,18 @@ def prompts_unseen_over_split_rows() -> Plant:
 
 
 # Gradients that devices add in number formats other than float32.
+
+
+def norm_scales_without_gradient() -> Plant:
+    """Rounding norm scales and biases to bfloat16 stops their gradients."""
+    original = decoder.layer_weight
+
+    def planted(*given, **options):
+        made = original(*given, **options)
+        alone = options["wide"] and isinstance(made, jax.Array)
+        return jax.lax.stop_gradient(made) if alone else made
+
+    return decoder, "layer_weight", planted
 
 
 def experts_averaged_over_devices() -> Plant:

@@ -167,6 +167,7 @@ SLOW: dict[Callable[[], Plant], Named] = {
     planted_updates.mean_of_means: Named(form_checks, "micro-batches"),
     planted_updates.leaked_segment: Named(form_checks, "packing"),
     planted_updates.prompts_unseen_over_split_rows: Named(form_checks, "devices fsdp:2,sp:4"),
+    planted_updates.norm_scales_without_gradient: Named(format_checks, "gradient in bfloat16"),
     planted_updates.experts_averaged_over_devices: Named(format_checks, IN_BFLOAT16, "experts"),
     planted_updates.experts_of_split_rows_averaged: Named(format_checks, "devices fsdp:2,sp:4 in bfloat16", "experts"),
     planted_updates.weights_averaged_over_devices: Named(format_checks, IN_BFLOAT16),
