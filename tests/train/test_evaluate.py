@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import math
 
@@ -97,6 +98,19 @@ def test_an_answer_that_was_cut_is_right_but_not_completed():
     answers = [make_group([1]), make_group([1], finish="length"), make_group([0]), make_group([0], finish="length")]
     metrics = task_metrics(answers, [])
     assert (metrics["eval/sums/accuracy"], metrics["eval/sums/completed_accuracy"]) == (0.5, 0.25)
+
+
+def test_of_several_answers_to_a_question_those_that_are_right_and_not_cut_count_as_completed():
+    group = make_group([1, 1, 0, 0])
+    transcripts = [
+        dataclasses.replace(each, finish_reason=finish)
+        for each, finish in zip(group.transcripts, ("stop", "length", "stop", "length"), strict=True)
+    ]
+    both = dataclasses.replace(group, transcripts=transcripts)
+    right = dataclasses.replace(group, transcripts=[transcripts[0], transcripts[2], transcripts[1], transcripts[3]])
+    for answered, share in ((both, 0.25), (right, 0.5)):
+        metrics = task_metrics([], [answered])
+        assert (metrics["eval/sums/accuracy"], metrics["eval/sums/completed_accuracy"]) == (0.5, share)
 
 
 def test_the_first_questions_of_each_task_are_recorded():

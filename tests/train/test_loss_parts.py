@@ -29,8 +29,12 @@ from podium.algorithms.losses import Tokens
 from podium.certify.checks import skipped
 from podium.certify.small_run import make_subject
 from podium.config.errors import ConfigError
+from podium.models.files.source import resolve
+from podium.models.text.tokenizer import load_tokenizer
 from podium.plan.request.planned_rows import optimizer_steps
 from podium.plan.request.workload import SequenceLengths
+from podium.sampling.demonstrations import mixed_in
+from podium.sampling.feed import Feed
 from podium.sampling.groups import Group
 from podium.settings import load_settings
 from podium.train.batches.shapes import pack
@@ -162,6 +166,15 @@ def mixed_run(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     algorithm = {"recipe": "grpo", "loss_parts": [part]}
     sizes = {"max_prompt_tokens": 32, "max_new_tokens": 4}
     return {**SHORT, "algorithm": algorithm, "steps": 4, "rollout": sizes, "eval": {"at_end": False}, **changes}
+
+
+def test_demonstrations_are_rows_of_the_part_s_own_tasks(tiny_model: Path, tmp_path: Path) -> None:
+    config = make_config(tiny_model, **mixed_run(tiny_model, tmp_path))
+    spec, tokenizer = spec_of(config).rollout, load_tokenizer(resolve(str(tiny_model)))
+    assert spec.demonstrations is not None
+    found = mixed_in(spec.demonstrations, spec, Feed(spec.prompts, tokenizer)).next(3)
+    written = [json.loads(line)["solution"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert {group.transcripts[0].text for group in found.groups} <= set(written)
 
 
 @pytest.mark.usefixtures("one_device")
