@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 FILE = Path(__file__).parent / "durations.json"
-SLOW_S = 0.9
-CASES_S = 0.4
+SLOW_S = 0.6
+CASES_S = 0.3
 """CPU seconds of all cases of a test function; its first case may take SLOW_S alone."""
 CORE = (
-    "tests/certify/test_planted_bugs.py",
+    "tests/certify/test_planted_bugs.py::test_a_check_without_a_model_is_red",
+    "tests/certify/test_planted_bugs.py::test_a_planted_bug_is_named",
     "tests/models/test_attention.py::test_values_and_gradients_are_the_references[gpu_kernel-(6, 2, 16)",
     "tests/models/test_blocks.py::test_decoding_a_token_at_a_time_gives_what_rows_give",
     "tests/models/test_lora.py::test_gradients_of_adapters_are_those_of_the_dense_form",
