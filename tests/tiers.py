@@ -27,7 +27,7 @@ CORE = (
     "tests/models/test_lora.py::test_gradients_of_adapters_are_those_of_the_dense_form",
     "tests/models/test_quantised.py::test_codes_apart_and_merged_give_the_logits_of_their_values[int8-dp:1",
     "tests/models/test_recurrence.py::test_outputs_and_gradients_are_those_of_the_rule[8.0",
-    "tests/plan/test_planner.py::test_a_fast_plan_takes_less_than_five_seconds_and_compiles_nothing[configs/demo",
+    "tests/plan/test_planner.py::test_a_fast_plan_takes_a_few_seconds_and_imports_no_jax[configs/demo",
     "tests/pods/test_pod_command.py::test_one_command_each_from_renting_to_giving_back",
     "tests/rollout/test_layouts.py::test_every_layout_gives_the_tokens_and_log_probabilities_of_one_device[hybrid",
     "tests/rollout/test_layouts.py::test_every_layout_gives_the_tokens_and_log_probabilities_of_one_device[tensor",

@@ -291,7 +291,7 @@ def test_fit_prints_options_yaml_and_what_was_tried_and_writes_a_config_that_loa
     arguments = ["plan", "slow.yaml", "--on", "v6e-8", "--fast", "--fit", "--set", "rollout.refill_steps=4"]
     status, out, err = podium(*arguments, "--write", "mine.yaml")
     first = out.splitlines()[0]
-    assert status == 0 and first.startswith("v6e-8: --set ") and first.endswith("s per step (estimated)")
+    assert status == 0 and first.startswith("v6e-8: --set ") and first.endswith("s per step (traced)")
     assert "what was tried" in out and "settings that fit" in out and "wrote mine.yaml" in err
     options = [part.partition(" ")[0].strip("'") for part in first.split("--set ")[1:]]
     config = load_settings(["mine.yaml"], []).config

