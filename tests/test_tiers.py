@@ -49,7 +49,7 @@ def project(tmp_path):
     (tmp_path / "tiers.py").write_text((ROOT / "tests" / "tiers.py").read_text())
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["tiers"]\n')
     (tmp_path / "test_some.py").write_text(TESTS)
-    slow = {"long_ago_slow": 9.0, "slow_and_core": 9.0, "cases[0]": 0.9, "cases[1]": 0.2, "cases[2]": 1.6}
+    slow = {"long_ago_slow": 9.0, "slow_and_core": 9.0, "cases[0]": 0.6, "cases[1]": 0.2, "cases[2]": 1.6}
     slow |= {"heavy[0]": 3.0, "heavy[1]": 0.2}
     (tmp_path / "durations.json").write_text(json.dumps({f"test_some.py::test_{k}": v for k, v in slow.items()}))
     markers = "[pytest]\npythonpath = .\nmarkers =\n    slow: slow\n    core: core\n"
