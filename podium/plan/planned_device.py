@@ -209,7 +209,7 @@ class Device:
 def closed_form_roofline(form: PhaseEstimate, run: RunSizes, peaks: Peaks, links: int) -> Roofline:
     """The roofline from a closed form's totals: the longer of its compute and memory time.
 
-    A GPU's kernels run one after another, so its passes over activations add to the time of products. Launches and
+    Passes over activations are instructions of their own, so their time adds to that of products. Launches and
     transfers are added, except for what is sent while the device computes.
     """
     flops = peaks.flops_f32 if run.activation == F32 else peaks.flops_bf16

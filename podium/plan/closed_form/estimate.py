@@ -66,23 +66,17 @@ VMEM = 128 * 2**20
 MOVED = {"forward": 2, "update": 6}
 """How often an array of a layer passes through main memory: written and read; in an update also read once more, with
 its gradient written, and read by two products."""
+LOGITS_MOVED = {"forward": 2, "update": 5}
+"""How often a chunk's float32 logits pass through main memory: written and read; in an update their gradient is also
+written, and read by two products."""
 AGAIN = 2
-"""As often again, if the backward pass computes it anew."""
+"""How often an array of a layer passes through main memory in addition, if the backward pass computes it again."""
 ADDED = 3
 """How often gradients pass through main memory to be added to the sum over micro-batches: both read, one written."""
 COPIED_LAYERS = 2
 """Layers whose inputs are on the device if they are stored on the host: the one in use, and the one being copied."""
 RECOMPUTES = ("layer", "offload")
 """The values of `remat` with which whole layers are recomputed."""
-
-
-class Piece(NamedTuple):
-    """Work that takes as long as its operations or its traffic, whichever is longer, without overlap with other
-    pieces.
-    """
-
-    flops: int
-    hbm_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +95,7 @@ class PhaseEstimate:
     once_bytes: int = 0
     """Like `least_bytes`, once per call, before or after the iterations of its loop."""
     passes: int = 0
-    """The bytes of `hbm_bytes` that a GPU moves in kernels of their own, one after another with those of products."""
+    """The bytes of `hbm_bytes` that instructions without products move, whose time adds to that of products."""
     copies: tuple[tuple[float, int, float], ...] = ()
     """Copies between device and host: how often, bytes of each, and the share of all work that overlaps with it."""
     kernels: int = 0
@@ -260,8 +254,9 @@ def _prefill_layer(run: RunSizes, tokens: int) -> int:
 
 
 def _decode_kernels(run: RunSizes) -> int:
-    """Kernels of a decode step: one for each product of a layer, and one between every two; 0 where a program is one
-    kernel.
+    """Number of kernels that a GPU launches in a decode step: one for each product, and one between every two products.
+
+    0 on other devices, on which a step is launched as a whole.
     """
     if run.platform != "gpu":
         return 0
@@ -361,11 +356,6 @@ def update_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
     )
 
 
-LOGITS_MOVED = {"forward": 2, "update": 5}
-"""How often a chunk's float32 logits pass through main memory: written and read; in an update their gradient is also
-written, and read by two products."""
-
-
 def _update_logits_moved(run: RunSizes) -> int:
     """Bytes of a micro-batch's logits that an update moves; of a fused head, their gradient, and for each chunk the
     head and its gradient, read and written.
@@ -412,7 +402,7 @@ class _Layer(NamedTuple):
 
 
 def _layer(run: RunSizes, place: Place, split: int) -> _Layer:
-    """A layer whose heads and hidden elements are split over so many devices."""
+    """Count the arrays of a place's layer on one of the `split` devices that share its heads and hidden elements."""
     width, kind = run.decoder.width, place.block.feed_forward
     mixer, work = place.block.mixer.work(width), kind.work(width)
     rows = 2 * kind.top * width if isinstance(kind, Experts) else 0
@@ -455,7 +445,7 @@ def _rule_numbers(run: RunSizes, place: Place) -> int:
 
 
 def _moved(run: RunSizes, times: int) -> int:
-    """Bytes of what all layers compute for a micro-batch, each moved so often."""
+    """Bytes that a device moves if each array that its layers compute for a micro-batch is moved `times` times."""
     return times * run.tokens * run.activation * _layer_numbers(run, run.tp)
 
 

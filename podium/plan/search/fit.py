@@ -13,6 +13,7 @@ from typing import NamedTuple, get_args
 from podium.config.errors import ConfigError
 from podium.config.lora import Base, LoraConfig
 from podium.config.optimizer import OPTIMIZER_COPIES
+from podium.plan.compiled.compile import CompilerError
 from podium.plan.request.candidate import Case, Change, Changes
 from podium.plan.result import Plan
 from podium.plan.search.fit_candidates import WORTH, Choice, Half, Halves
@@ -191,7 +192,7 @@ class Fit:
         for phase, half in halves.items():
             try:
                 peak = self.study.traced_peak(case, [phase])
-            except ConfigError:  # found again, and told, where the whole case is planned
+            except (ConfigError, CompilerError):  # what is wrong with the case is told where it is planned as a whole
                 peak = None
             choice.correct(half, phase, peak and peak.bytes)
 
