@@ -152,6 +152,18 @@ def test_an_update_does_two_thirds_of_the_matrices_products():
     assert with_lora["sync"].hbm_bytes < 0.01 * without["sync"].hbm_bytes
 
 
+def test_what_is_not_recomputed_has_a_copy_of_the_layers_frozen_weights():
+    """With `remat: none`: each layer's part of the stack, once more in bfloat16."""
+    lora = {"rank": 4, "base": "bfloat16"}
+    config = tiny_config(
+        {"rollout": {"max_prompt_tokens": 40}}, lora=lora, train={"remat": "none", "dtype": "bfloat16"}
+    )
+    decoder = dataclasses.replace(DECODER, lora=make_lora(config.lora))
+    layers = {name: spec for name, spec in param_specs(decoder).items() if name not in ("embed", "head")}
+    parts = update_phase(Planned.of(config, ONE, decoder).sizes).parts
+    assert parts["saved_weights"] == 2 * count(layers)
+
+
 def test_the_closed_form_is_near_what_the_compiler_says_of_an_update(tmp_path):
     config, run = config_of({"rank": 4}), sizes({"rank": 4})
     job = Job(phase="update", config=config, decoder=run.decoder, accelerator=ONE, programs=tmp_path / "programs")
