@@ -31,7 +31,7 @@ MORE, LATEST, LONGER = 3, 10, 1.05
 
 
 def child(config: str, settings: list[str], side: str) -> None:
-    """Do one run, and print its compilations by step and the CPU time of its first step."""
+    """Do one run, and print its compilations by step and the CPU time of its first step and of all."""
     import jax
 
     from podium.train.batches.run_shapes import RunShapes
@@ -57,7 +57,8 @@ def child(config: str, settings: list[str], side: str) -> None:
         assert train(loaded, plain=True, on_step=after) == 0
         kept = Path(folder) / side / "shapes.json"
         shapes = json.loads(kept.read_text())["shapes"] if kept.exists() else []
-    print(json.dumps({"side": side, "compiled": compiled, "first_step_cpu_s": round(first, 2), "shapes": shapes}))
+    times = {"first_step_cpu_s": round(first, 2), "run_cpu_s": round(time.process_time() - begun, 2)}
+    print(json.dumps({"side": side, "compiled": compiled, **times, "shapes": shapes}))
 
 
 def measure(config: str, settings: list[str], side: str) -> dict[str, Any]:
@@ -69,7 +70,8 @@ def measure(config: str, settings: list[str], side: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     late = sum(number for step, number in found["compiled"].items() if int(step) > LATEST)
     total = sum(found["compiled"].values())
-    print(f"{side:7} {total} programs, {late} after step {LATEST}; first step {found['first_step_cpu_s']} CPU s")
+    first, whole = found["first_step_cpu_s"], found["run_cpu_s"]
+    print(f"{side:7} {total} programs, {late} after step {LATEST}; first step {first} of {whole} CPU s", flush=True)
     return found | {"programs": total, "late": late}
 
 

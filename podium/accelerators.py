@@ -80,6 +80,11 @@ class Accelerator:
         return self.devices // self.slices
 
     @property
+    def per_machine(self) -> int:
+        """Devices in each slice or GPU machine where a network joins several; 0 where there is only one."""
+        return self.devices_per_slice if self.slices > 1 else 0
+
+    @property
     def slice_name(self) -> str:
         """The cloud's type of a single slice, such as v6e-16 for 2xv6e-16."""
         return self.name.removeprefix(f"{self.slices}x")

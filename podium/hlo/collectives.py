@@ -139,12 +139,26 @@ def _mesh_group(axes: str, counted: str, order: str, listed: str, inside: str) -
     sizes = {name: int(size) for name, size in re.findall(r"'?(\w+)'?=(\d+)", axes)}
     devices = numbers(listed) or range(math.prod(sizes.values()))
     ids = _transposed(counted, order) if counted else np.array(devices)
-    ids = ids.reshape(tuple(sizes.values()))
-    wanted = {name: (before, size) for name, before, size in re.findall(r"'?(\w+)'?(?::\((\d+)\)(\d+))?", inside)}
-    for dim, (name, whole) in enumerate(sizes.items()):
-        before, size = wanted.get(name, ("", "1"))
-        parts = ids.reshape(*ids.shape[:dim], int(before or 1), int(size or whole), -1, *ids.shape[dim + 1 :])
-        ids = parts.take(0, axis=dim + 2).take(0, axis=dim)  # keeps the middle one
+    wanted = {
+        name: (int(before or 1), int(size or sizes[name]))
+        for name, before, size in re.findall(r"'?(\w+)'?(?::\((\d+)\)(\d+))?", inside)
+    }
+    return first_group(ids.reshape(tuple(sizes.values())), list(sizes), wanted)
+
+
+def first_group(ids: np.ndarray, axes: Sequence[str], parts: Mapping[str, tuple[int, int]]) -> list[int]:
+    """The group of a mesh's first device.
+
+    Args:
+        ids: numbers of the mesh's devices, a dimension for each axis.
+        axes: names of these dimensions.
+        parts: the axes along which the group's devices differ: the size of the part of the axis that is more major than
+            the one meant, and the size of that one.
+    """
+    for dim, name in enumerate(axes):
+        before, size = parts.get(name, (1, 1))
+        ids = ids.reshape(*ids.shape[:dim], before, size, -1, *ids.shape[dim + 1 :])
+        ids = ids.take(0, axis=dim + 2).take(0, axis=dim)  # keeps the middle one
     return ids.flatten().tolist()
 
 

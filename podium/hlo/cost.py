@@ -295,7 +295,7 @@ def roofline(cost: ProgramCost, peaks: Peaks, *, links: int) -> Roofline:
         if work.host_bytes and peaks.host_bandwidth:
             copies[work.host_bytes / peaks.host_bandwidth, _doing(work.beside, peaks)] += work.times
         for each in work.transfers:
-            link_s, doing = _seconds(each, peaks, links), _doing(each.beside or (0.0, 0.0, 0.0), peaks)
+            link_s, doing = transfer_seconds(each, peaks, links), _doing(each.beside or (0.0, 0.0, 0.0), peaks)
             waited += work.times * max(0.0, link_s - doing) * (not each.overlaps)
             beside += work.times * link_s * each.overlaps
             hops = KINDS[each.kind].rounds * max(1, each.group // 2)  # one after the other, both ways around a ring
@@ -311,7 +311,7 @@ def _doing(beside: Beside, peaks: Peaks) -> float:
     return max(float32 / peaks.flops_f32 + flops / peaks.flops_bf16, traffic / peaks.hbm_bandwidth)
 
 
-def _seconds(each: Transfer, peaks: Peaks, links: int) -> float:
+def transfer_seconds(each: Transfer, peaks: Peaks, links: int) -> float:
     """The time of a transfer's bytes: within machines or between them, whichever is longer.
 
     Only bytes that leave a machine use the network, whose bandwidth the group's devices on that machine share.

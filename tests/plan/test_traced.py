@@ -106,6 +106,23 @@ def test_gathered_weights_are_sent_and_held():
     assert found.temporary == SQUARE + N * N * 4  # the whole weight and this device's rows of the result
 
 
+def test_only_what_devices_of_several_slices_exchange_is_sent_over_the_network():
+    """Gradients summed over copies of the weights leave the slice, and weights that are gathered within it do not."""
+    mesh = make_mesh("dp:2,fsdp:4", absent_devices(find_accelerator("2xv6e-4")))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def work(summed, gathered):
+        return summed.sum(0), jax.lax.with_sharding_constraint(gathered, everywhere)
+
+    given = array(8, 64, split=("dp",), mesh=mesh), array(32, 64, split=("fsdp",), mesh=mesh)
+    found = traced(work, *given, machine="2xv6e-4", out=everywhere)
+    transfers = [each for work in found.works for each in work.work.transfers]
+    assert {(each.kind, each.group, each.machines) for each in transfers} == {
+        ("all-reduce", 2, 2),
+        ("all-gather", 4, 1),
+    }
+
+
 def test_arrays_live_until_they_are_read_last():
     def three(x, w):  # [N, N], [N, N]
         return ((x @ w) @ w) @ w

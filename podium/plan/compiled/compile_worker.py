@@ -184,7 +184,7 @@ def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: M
     else:
         module = parse(text)
         parts, arrays = named_memory(module, built.memory.peak)
-        skipped, per_machine = skipped_scopes(spec.rollout.settings), _per_machine(job.accelerator)
+        skipped, per_machine = skipped_scopes(spec.rollout.settings), job.accelerator.per_machine
         pages = cache_block_pages(spec.rollout.settings.page_tokens, job.accelerator.platform)
         mesh = _mesh_of_program(spec.mesh, job.accelerator)
         work = looped_work(module, mesh, job.blocks, block_pages=pages, skipped=skipped, per_machine=per_machine)
@@ -291,10 +291,6 @@ def _mesh_of_program(mesh: MeshSizes, accelerator: Accelerator) -> MeshSizes:
     """The part of a mesh that a program's text covers: each TPU slice runs a separate program."""
     slices = accelerator.slices if accelerator.platform == "tpu" else 1
     return {**mesh, COPIES: mesh[COPIES] // slices}
-
-
-def _per_machine(accelerator: Accelerator) -> int:
-    return accelerator.devices_per_slice if accelerator.slices > 1 else 0
 
 
 def named_memory(module: Module, peak: int) -> tuple[dict[str, int], list[LargeArray]]:

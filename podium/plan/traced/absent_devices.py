@@ -112,7 +112,7 @@ def measure_lowered(
     """The memory and work of a lowered program on one device; `skipped` as above. Raises UnknownOperation."""
     chip = find_chip(accelerator.generation)
     machine = TracedMachine(COMPILERS[accelerator.platform], chip and chip.peaks, skipped=frozenset(skipped))
-    return measure(_read(lowered), machine)
+    return measure(_read(lowered, accelerator.per_machine), machine)
 
 
 def lowered_flops(lowered: jax.stages.Lowered) -> float:
@@ -122,7 +122,7 @@ def lowered_flops(lowered: jax.stages.Lowered) -> float:
     return body.flops
 
 
-def _read(lowered: jax.stages.Lowered) -> DeviceProgram:
+def _read(lowered: jax.stages.Lowered, per_machine: int = 0) -> DeviceProgram:
     module = lowered.compiler_ir()
     assert module is not None  # jax lowers to StableHLO
-    return read_program(module)
+    return read_program(module, per_machine)

@@ -14,8 +14,7 @@ from podium.plan.traced.trust import trust
 def fast_programs(
     run: RunSizes, jobs: Sequence[Job], *, may_compile: bool, progress: OnProgress | None = None
 ) -> dict[str, CompiledPhase]:
-    """Programs by name, in the form of compiled ones; those that could not be read are left out, and all of runs over
-    several slices or GPU machines, since traces do not say what crosses the network between these.
+    """Programs by name, in the form of compiled ones; those that could not be read are left out.
 
     Args:
         run: the sizes of the run.
@@ -27,8 +26,6 @@ def fast_programs(
     Raises:
         CompilerError: a program could not be traced or compiled.
     """
-    if run.accelerator.slices > 1:
-        return {}
     pages = cache_block_pages(run.rollout.page_tokens, run.platform)
     pairs = zip(jobs, trace_phases(jobs), strict=True)
     found = {job.phase: as_compiled(each, job.blocks, pages) for job, each in pairs if not isinstance(each, str)}

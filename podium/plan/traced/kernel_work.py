@@ -37,10 +37,10 @@ def work_of(kernel: Kernel) -> Work | None:
     if operation.kind in (Kind.LOOP, Kind.BARRIER):
         return None
     if operation.kind is Kind.TRANSFER:
-        size, group = operation.sent
+        size, group, machines = operation.sent
         if size <= 0:
             return None
-        sent = Transfer(COLLECTIVES[operation.name], (), group, round(size), overlaps=False)
+        sent = Transfer(COLLECTIVES[operation.name], (), group, round(size), overlaps=False, machines=machines)
         return Work("", operation.source, 1.0, transfers=(sent,))
     if operation.name == TO_MEMORY:
         size = max(array.bytes for array in (*operation.reads, *operation.writes))

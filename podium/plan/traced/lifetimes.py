@@ -8,7 +8,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from podium.hlo.cost import Peaks
+from podium.hlo.cost import Peaks, transfer_seconds
 from podium.plan.traced.fusion import Compiler, Kernel, keep_on_chip, kernels
 from podium.plan.traced.kernel_work import beside_copies, work_of, works_in_order
 from podium.plan.traced.lowered_program import Array, Body, DeviceProgram, Operation
@@ -143,8 +143,7 @@ class _Schedule:
         work, peaks = work_of(kernel), self.machine.peaks
         if peaks is None or work is None:
             return 0.0
-        sent = sum(each.sent for each in work.transfers)
-        return max(*work.seconds(peaks), sent / (2 * peaks.link_bandwidth))
+        return max(*work.seconds(peaks), sum(transfer_seconds(each, peaks, links=2) for each in work.transfers))
 
     def works(self) -> Iterator[TracedWork]:
         """The work of its kernels and of what runs inside them, after `peak` has chosen their order."""

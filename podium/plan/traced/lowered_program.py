@@ -12,9 +12,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy, stablehlo
 
+from podium.hlo.collectives import first_group
 from podium.plan.traced.operation_table import (
     KERNELS,
     LIBRARY_CALLS,
@@ -38,8 +40,8 @@ MOVES = ("broadcast_in_dim", "dynamic_slice", "reshape", "slice", "transpose")
 _QUOTE = r'(?:\\+22|\\*")'
 _FLOPS = re.compile(rf"flops{_QUOTE}:\s*{_QUOTE}?(\d+)")
 _BYTES = re.compile(rf"(?<![a-z_])bytes(?:_accessed)?{_QUOTE}:\s*{_QUOTE}?(\d+)")
-_AXES = re.compile(r'"(\w+)"(?::\(\d+\)(\d+))?')
-"""An axis of the mesh in an attribute, and the size of the part of it that is meant, if not all."""
+_AXES = re.compile(r'"(\w+)"(?::\((\d+)\)(\d+))?')
+"""An axis of the mesh in an attribute; of a part of one the sizes of what is more major, and of the part."""
 _PAIRS = re.compile(r"output_tuple_indices = \[(\d*)\],\s*operand_index = (\d+)")
 
 
@@ -108,6 +110,8 @@ class Sent(NamedTuple):
     bytes: float = 0.0
     group: int = 1
     """Devices that take part."""
+    machines: int = 1
+    """Slices, or GPU machines, that these are on."""
 
 
 NOTHING_SENT = Sent()
@@ -154,8 +158,10 @@ class DeviceProgram:
     compiler chooses one."""
 
 
-def read_program(module: ir.Module) -> DeviceProgram:
+def read_program(module: ir.Module, per_machine: int = 0) -> DeviceProgram:
     """Read a lowered program, `jax.stages.Lowered.compiler_ir()`, which stays as it is.
+
+    Of the mesh's devices `per_machine` each are on one machine, or in one slice; 0: all on one.
 
     Raises:
         UnknownOperation: it holds an operation that `operation_table` lacks.
@@ -163,13 +169,14 @@ def read_program(module: ir.Module) -> DeviceProgram:
     with module.context:
         own = module.operation.clone()  # with the sources that its text lacks
         passmanager.PassManager.parse(PARTITION).run(own.operation)
-        return _Reader(own).program()
+        return _Reader(own, per_machine).program()
 
 
 class _Reader:
     """Reads a partitioned module."""
 
-    def __init__(self, module: ir.Operation) -> None:
+    def __init__(self, module: ir.Operation, per_machine: int) -> None:
+        self.per_machine = per_machine
         self.scopes: list[str] = []
         """The sources of the calls around what is read."""
         self.functions: dict[str, ir.Operation] = {}
@@ -262,7 +269,8 @@ class _Reader:
         if kind is Kind.LOOP:
             self.loop(own, found, known)
         elif kind is Kind.TRANSFER:
-            found.sent = Sent(self.sent(own, reads[0], writes[0]), self.group(own))
+            group = self.group(own)
+            found.sent = Sent(self.sent(own, reads[0], writes[0]), len(group), self.machines(group))
         elif kind is Kind.PRODUCT:
             found.flops = _product_flops(own, found)
         elif name == "custom_call" and self.custom_call(own, found):
@@ -324,19 +332,28 @@ class _Reader:
             return float(read.bytes - write.bytes)
         if name in ("collective_permute", "collective_broadcast"):
             return float(read.bytes)
-        group = self.group(own)
+        group = len(self.group(own))
         share = (group - 1) / group
         return (2 * share if name == "all_reduce" else share) * read.bytes
 
-    def group(self, own: ir.Operation) -> int:
-        """How many devices take part in a collective; two where each sends to one other."""
+    def group(self, own: ir.Operation) -> list[int]:
+        """A group of devices that take part in a collective; two where each sends to one other."""
+        for name in ("source_target_pairs", "replica_groups"):
+            if name in own.attributes:
+                listed = ir.DenseIntElementsAttr(own.attributes[name])
+                groups = np.array(list(listed)).reshape(ir.ShapedType(listed.type).shape).tolist()
+                return max(groups, key=self.machines)
         if own.name.endswith(("collective_permute", "collective_broadcast")):
-            return 2
-        if "replica_groups" in own.attributes:
-            return ir.ShapedType(own.attributes["replica_groups"].type).shape[1]
+            return [0, 1]
         sizes = self.mesh(sdy.TensorShardingAttr(own.attributes["out_sharding"]))
         axes = next((own.attributes[key] for key in ("reduction_axes", "params") if key in own.attributes), "")
-        return math.prod(int(part or sizes[name]) for name, part in _AXES.findall(str(axes)))
+        parts = {name: (int(more or 1), int(part or sizes[name])) for name, more, part in _AXES.findall(str(axes))}
+        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        return first_group(ids, list(sizes), parts)
+
+    def machines(self, group: Sequence[int]) -> int:
+        """On how many machines these devices are."""
+        return len({device // self.per_machine for device in group}) if self.per_machine else 1
 
 
 def _between_meshes(read: Array, like: Array) -> Operation:
