@@ -37,6 +37,8 @@ BITS = {"i1": 8, "complex<f32>": 64, "f8E4M3FN": 8, "f8E5M2": 8, "f8E8M0FNU": 8,
 """Bits of an element in memory, of types whose name does not say them."""
 MOVES = ("broadcast_in_dim", "dynamic_slice", "reshape", "slice", "transpose")
 """Operations whose result lies where their first operand does."""
+OF_GROUPS = ("reduction_axes", "gathering_axes", "reduce_scatter_axes", "params")
+"""Attributes of Shardy's collectives that name the axes along which the devices of a group differ."""
 _QUOTE = r'(?:\\+22|\\*")'
 _FLOPS = re.compile(rf"flops{_QUOTE}:\s*{_QUOTE}?(\d+)")
 _BYTES = re.compile(rf"(?<![a-z_])bytes(?:_accessed)?{_QUOTE}:\s*{_QUOTE}?(\d+)")
@@ -346,7 +348,7 @@ class _Reader:
         if own.name.endswith(("collective_permute", "collective_broadcast")):
             return [0, 1]
         sizes = self.mesh(sdy.TensorShardingAttr(own.attributes["out_sharding"]))
-        axes = next((own.attributes[key] for key in ("reduction_axes", "params") if key in own.attributes), "")
+        axes = next((own.attributes[key] for key in OF_GROUPS if key in own.attributes), "")
         parts = {name: (int(more or 1), int(part or sizes[name])) for name, more, part in _AXES.findall(str(axes))}
         ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
         return first_group(ids, list(sizes), parts)

@@ -8,7 +8,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
 
-from podium.plan.traced.lowered_program import Array, Body, Operation
+from podium.plan.traced.lowered_program import Array, Body, Operation, Sent
 from podium.plan.traced.operation_table import SEPARATE, Kind
 
 
@@ -109,13 +109,29 @@ def _copy_repeated(body: Body) -> None:
 
 
 def _merge_scatters(body: Body) -> None:
-    """Where of a sum over devices each keeps a part, sum only the parts: XLA's own reduce-scatter."""
-    users = readers(body)
+    """Where of a sum over devices each keeps a part, sum only the parts: XLA's own reduce-scatter.
+
+    Devices that keep the same part, since they have copies of the same weights, add these up afterwards.
+    """
+    users, operations = readers(body), list[Operation]()
     for each in body.operations:
+        operations.append(each)
         summed = each.reads[0].maker if each.name == "all_slice" else None
-        if summed is not None and summed.name == "all_reduce" and users[each.reads[0]] == [each]:
-            each.name, each.kind, each.reads = "reduce_scatter", Kind.TRANSFER, summed.reads
-            each.sent = summed.sent._replace(bytes=float(each.reads[0].bytes - each.writes[0].bytes))
+        if summed is None or summed.name != "all_reduce" or users[each.reads[0]] != [each]:
+            continue
+        (part,), sent = each.writes, summed.sent
+        copies = max(1, round(sent.group * part.elements / each.reads[0].elements))
+        each.name, each.kind, each.reads = "reduce_scatter", Kind.TRANSFER, summed.reads
+        kept = float(each.reads[0].bytes - part.bytes)
+        each.sent = Sent(kept, sent.group // copies, max(1, sent.machines // copies))
+        if copies > 1:
+            each.writes = [dataclasses.replace(part, maker=each)]
+            added = Sent(2 * (copies - 1) / copies * part.bytes, copies, min(copies, sent.machines))
+            part.maker = dataclasses.replace(
+                summed, reads=each.writes, writes=[part], sent=added, in_place=[(0, 0)], source=each.source
+            )
+            operations.append(part.maker)
+    body.operations = operations
 
 
 def readers(body: Body) -> dict[Array, list[Operation]]:
