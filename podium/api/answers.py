@@ -20,7 +20,7 @@ from podium.hosts.platform import prepare_platform
 from podium.malloc import giving_back_memory
 from podium.models.files.source import read_architecture, resolve
 from podium.models.text.tokenizer import Tokenizer
-from podium.observe.notebook import table
+from podium.observe.html_table import table
 from podium.observe.records import SampleRecord
 from podium.observe.run_dir import CONFIG, read_config, run_of
 from podium.observe.stats import TaskScores

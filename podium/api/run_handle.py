@@ -9,8 +9,9 @@ from podium.api.rows import Data
 from podium.config.schema import Config
 from podium.files import as_path
 from podium.observe.history import Point, read_history
+from podium.observe.html_table import table
 from podium.observe.metrics import ACCURACY, REWARD
-from podium.observe.notebook import curve_image, table
+from podium.observe.notebook import curve_image
 from podium.observe.records import MetricsRecord, SampleRecord, read_metrics, read_samples, step_of
 from podium.observe.run_dir import METRICS, SAMPLES, parse_fork, read_config, saved_steps
 from podium.observe.summary import times

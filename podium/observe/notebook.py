@@ -8,11 +8,12 @@ import collections
 import html
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from podium.observe.curve_svg import curve_svg
 from podium.observe.history import Point
+from podium.observe.html_table import table
 
 INTERVAL_S = 0.5
 """Minimum seconds between updates of the output during a step."""
@@ -90,19 +91,6 @@ def curve_image(title: str, rewards: Sequence[Point], accuracies: Sequence[Point
         f'<img alt="reward of {html.escape(title, quote=True)}" style="max-width:100%" '
         f'src="data:image/svg+xml;base64,{code}">'
     )
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """An HTML table of texts, styled by the notebook. With an empty `head`, the first column is the header."""
-    first = f"<thead><tr>{''.join(f'<th>{html.escape(name)}</th>' for name in head)}</tr></thead>" if head else ""
-    body = "".join(f"<tr>{_row(row, headed=not head)}</tr>" for row in rows)
-    return f"<table>{first}<tbody>{body}</tbody></table>"
-
-
-def _row(cells: Sequence[str], *, headed: bool) -> str:
-    tags = ["th" if headed and not index else "td" for index in range(len(cells))]
-    style = ' style="text-align:left"'
-    return "".join(f"<{tag}{style}>{html.escape(cell)}</{tag}>" for tag, cell in zip(tags, cells, strict=True))
 
 
 def _cells(row: StepRow) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from podium.accelerators import GIB
 from podium.hlo.cost import CollectiveTotal
-from podium.observe.notebook import table
+from podium.observe.html_table import table
 from podium.plan.request.workload import Workload
 
 STEP_PARTS = ("sync", "rollout", "reward", "score", "update")
