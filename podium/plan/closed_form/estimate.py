@@ -17,10 +17,7 @@ from podium.accelerators import GIB, Accelerator
 from podium.models.architecture import rollout_decoder
 from podium.models.blocks.experts import SPARE, Experts
 from podium.models.blocks.spec import is_matrix
-from podium.models.params import (
-    own_name,
-    param_specs,
-)
+from podium.models.params import own_name, param_specs
 from podium.plan.closed_form.batch_arrays import (
     batch_bytes,
     chunk_logits,

@@ -43,13 +43,7 @@ from podium.train.optimizer.transforms import make_opt_init
 from podium.train.scorers import compared_head, make_role_program, role_settings
 from podium.train.setup import make_run_optimizer
 from podium.train.state import TrainState, abstract_state
-from podium.train.step import (
-    TrainSettings,
-    abstract_batch,
-    abstract_scored,
-    make_train_programs,
-    make_value_step,
-)
+from podium.train.step import TrainSettings, abstract_batch, abstract_scored, make_train_programs, make_value_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

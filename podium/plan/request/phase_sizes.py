@@ -27,10 +27,7 @@ from podium.models.architecture import DecoderConfig
 from podium.models.blocks.kind import StateSpec, Work
 from podium.models.blocks.spec import ParamSpec, ParamSpecs, is_matrix
 from podium.models.layouts import Layout, group_bytes
-from podium.models.params import (
-    param_specs,
-    trained_specs,
-)
+from podium.models.params import param_specs, trained_specs
 from podium.plan.request.candidate import Change, Value
 from podium.plan.request.planned_rows import ShapeShare
 from podium.plan.request.workload import SequenceLengths, draw_lengths

@@ -145,16 +145,11 @@ def _near_adapters(run: Planned) -> Iterable[str]:
 
 
 KNOBS: Mapping[str, Knob] = {
-    "train.rows_per_device": Knob(
-        range=_range_of_rows,
-        near=_near_rows_alone,
-    ),
+    "train.rows_per_device": Knob(range=_range_of_rows, near=_near_rows_alone),
     "train.tokens_per_device": Knob(near=_near_tokens),
     "prompts_per_step": Knob(range=_range_of_prompts),
     "rollout.max_new_tokens": Knob(range=_range_of_new_tokens),
-    "train.remat": Knob(
-        near=lambda run: (remat for remat in get_args(Remat) if remat != run.config.train.remat),
-    ),
+    "train.remat": Knob(near=lambda run: (remat for remat in get_args(Remat) if remat != run.config.train.remat)),
     "train.offload_optimizer": Knob(near=lambda run: (not run.config.train.offload_optimizer,)),
     "train.head_chunk_tokens": Knob(near=_near_chunks),
     "rollout.slots": Knob(range=_range_of_slots, near=_near_slots),
