@@ -24,6 +24,7 @@ import podium.hlo
 from podium.accelerators import Accelerator
 from podium.compiler import compiler_options, engine_options, hide_plugin_errors
 from podium.config.attention_blocks import cache_block_pages, window_blocks, window_reach
+from podium.config.errors import raised_here
 from podium.config.mesh import COPIES, MeshSizes, mesh_text
 from podium.config.schema import Config, RolloutConfig
 from podium.files import write_atomically
@@ -311,12 +312,6 @@ def named_memory(module: Module, peak: int) -> tuple[dict[str, int], list[LargeA
     parts[BETWEEN] = peak - sum(parts.values())
     arrays = [LargeArray(name=each.name, shape=each.shape, bytes=each.size) for each in found.buffers]
     return {name: size for name, size in parts.items() if size}, arrays
-
-
-def raised_here(error: Exception) -> bool:
-    """Whether Podium itself raised the error, as it does for errors in a config."""
-    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
-    return Path(innermost).is_relative_to(Path(__file__).parents[2])
 
 
 def _devices(accelerator: Accelerator) -> "Sequence[Device]":

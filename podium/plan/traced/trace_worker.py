@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
+from podium.config.errors import raised_here
 from podium.files import write_atomically
 from podium.hlo.memory import OTHER
 from podium.plan.compiled.array_names import SCOPES
-from podium.plan.compiled.compile_worker import Job, raised_here, skipped_scopes
+from podium.plan.compiled.compile_worker import Job, skipped_scopes
 from podium.plan.result import LargeArray
 from podium.plan.traced.traced_phase import TracedPhase
 from podium.run.machine import Machine
