@@ -25,7 +25,7 @@ from podium.plan.compiled.compile_worker import (
     Job,
     LoopedWork,
     attention_rounds,
-    blocks_read,
+    without_place,
 )
 from podium.plan.traced.trace_worker import JOBS, RESULTS
 from podium.plan.traced.traced_phase import TracedPhase
@@ -76,17 +76,13 @@ def as_compiled(traced: TracedPhase, blocks: float, block_pages: int) -> Compile
     """A traced program in the form of a compiled one; attention reads `blocks` blocks of `block_pages` pages."""
     times: dict[tuple[Work, bool], tuple[float, float]] = {}
     for each in traced.works:
-        work, count, repeated = each.work, each.times, False
+        count, repeated = each.times, False
         for loop in each.loops:
             if ATTENTION in f"{loop}/":
                 count *= attention_rounds(loop, blocks, block_pages)
             elif not any(scope in loop for scope in ONE_ROUND):
                 repeated = True
-        rounds = blocks_read(work.source, blocks, block_pages) if work.of_block else 1.0
-        own = dataclasses.replace(
-            work, source="", times=0.0, flops=rounds * work.flops, hbm_bytes=rounds * work.hbm_bytes, of_block=False
-        )
-        key = own, ATTENTION in work.source and work.kernel
+        key = without_place(each.work, "", blocks, block_pages)
         once, again = times.get(key, (0.0, 0.0))
         times[key] = (once, again + count) if repeated else (once + count, again)
     return CompiledPhase(
