@@ -8,13 +8,13 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from podium.hlo.cost import Peaks, transfer_seconds
+from podium.hlo.cost import Peaks, ProgramCost, transfer_seconds
 from podium.plan.traced.fusion import Compiler, Kernel, keep_on_chip, kernels
 from podium.plan.traced.kernel_work import beside_copies, work_of, works_in_order
 from podium.plan.traced.lowered_program import Array, Body, DeviceProgram, Operation
 from podium.plan.traced.operation_table import TO_MEMORY, Kind
 from podium.plan.traced.simplification import hoist, simplify
-from podium.plan.traced.traced_phase import TracedCost, TracedWork, cost_of
+from podium.plan.traced.traced_phase import TracedWork, cost_of
 from podium.plan.traced.transfers import gathers_late, sums_end
 
 
@@ -29,8 +29,6 @@ class TracedMemory:
     works: tuple[TracedWork, ...]
     largest: tuple[tuple[int, Array], ...]
     """The arrays beside the arguments there, in descending order of bytes."""
-    kernel: str
-    """The operation that runs then."""
 
     @property
     def peak(self) -> int:
@@ -38,7 +36,7 @@ class TracedMemory:
         return self.arguments + self.temporary
 
     @property
-    def cost(self) -> TracedCost:
+    def cost(self) -> ProgramCost:
         """The sum of its works."""
         return cost_of(self.works)
 
@@ -49,7 +47,6 @@ class _Peak:
 
     bytes: int
     alive: Mapping[Array, int]
-    kernel: Kernel | None = None
     inside: "_Peak | None" = None
     """That of the loop or branch that runs then."""
 
@@ -89,7 +86,6 @@ def measure(program: DeviceProgram, machine: TracedMachine) -> TracedMemory:
         temporary=peak.bytes,
         works=tuple(found.works()),
         largest=tuple(largest),
-        kernel=peak.kernel.operation.name if peak.kernel else "",
     )
 
 
@@ -303,7 +299,7 @@ class _Schedule:
             inside = self.inside.get(kernel)
             needed = now + (inside.bytes if inside else 0) - self.overwritten(kernel, fresh, alive, ends[number])
             if needed > peak.bytes:
-                peak = _Peak(needed, dict(alive), kernel, inside)
+                peak = _Peak(needed, dict(alive), inside)
             now -= sum(alive.pop(array, 0) for array in ends[number])
         return peak
 
