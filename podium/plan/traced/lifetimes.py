@@ -193,9 +193,7 @@ class _Schedule:
         if write in self.homes:
             return 0
         # Kernels read and write rows of whole lanes; what a loop keeps for kernels lies as they read it.
-        in_rows = kernel.operation.declared is not None or (
-            write in self.stacks and write.shape[-1] in self.machine.kernel_rows
-        )
+        in_rows = kernel.operation.is_pallas or (write in self.stacks and write.shape[-1] in self.machine.kernel_rows)
         return _padded(write, self.machine.compiler.lanes) if in_rows and len(write.shape) > 1 else write.bytes
 
     def write_into_stacks(self) -> None:
@@ -225,7 +223,7 @@ class _Schedule:
             with_copies.append(kernel)
             for write in kernel.writes:
                 if write in self.results and write not in own and self.place(write) not in self.writable:
-                    if write not in read and kernel.operation.declared is None and self.redirects(kernel.operation):
+                    if write not in read and not kernel.operation.is_pallas and self.redirects(kernel.operation):
                         self.sizes[write] = 0
                     else:
                         copy = Operation(name="copy", kind=Kind.OWN, reads=[write], writes=[])
@@ -344,7 +342,7 @@ def _kernel_rows(body: Body) -> Iterator[int]:
     for each in body.operations:
         for inner in each.bodies:
             yield from _kernel_rows(inner)
-        if each.declared is not None:
+        if each.is_pallas:
             yield from (read.shape[-1] for read in each.reads if len(read.shape) > 2)
 
 
