@@ -40,7 +40,8 @@ from podium.run.run_spec import Role, RunSpec, UpdateSpec
 F32 = 4
 ENDS = ("embed", "head")
 """Weights outside the layers with a vocabulary dimension."""
-ITEMSIZES = {"float32": F32, "bfloat16": 2}
+ITEMSIZES = {"float32": F32, "bfloat16": 2, "int8": 1, "uint8": 1}
+"""Bytes of a number in each format."""
 AnySection = TypeVar("AnySection", bound=Section)
 Parts = Mapping[str, int]  # logical axis -> number of parts it is split into
 
@@ -510,8 +511,7 @@ def rollout_bytes(run: RunSizes, specs: ParamSpecs) -> int:
 
 def rollout_number(run: RunSizes, name: str) -> int:
     """Bytes of a number of this weight in the rollout."""
-    sizes = {"int8": 1, "uint8": 1, "float32": F32}
-    return sizes.get(params.rollout_dtype(name, run.decoder, ""), run.rollout_activation)
+    return ITEMSIZES[params.rollout_dtype(name, run.decoder, run.spec.rollout.dtype)]
 
 
 def cast_bytes(run: RunSizes) -> int:
