@@ -101,6 +101,7 @@ def plan_run(
     host = device.host(sum(call.calls for call in step.calls))
     timed = [*(phase.seconds for phase in phases), step.waiting, host]
     seconds = total(each for each in timed if each is not None) if host else None
+    rollout = total(phase.seconds for phase in phases if phase.name in ROLLOUT and phase.seconds)
     return Plan(
         config=run.spec.name,
         accelerator=accelerator.name,
@@ -128,7 +129,7 @@ def plan_run(
         slots=run.rollout.slots,
         versions={"podium": __version__} | (compiler_versions(accelerator) if compiled else {}),
         mfu=device.mfu(run, drawn, phases),
-        rollout_rate=rate(_rollout_s(phases), workload.completion_tokens / accelerator.chips),
+        rollout_rate=rate(rollout, workload.completion_tokens / accelerator.chips),
         full_slots_rate=device.full_slots_rate(step.calls, compiled, run),
     )
 
@@ -174,8 +175,7 @@ def _plan_step(
     waiting = None
     if replies is not None and device.chip is not None:
         workload = simulate(clock=device.clock(calls, compiled, run))
-        calls, idle = step_calls(run, workload, micro_batches), workload.idle_s
-        waiting = Seconds(value=idle, low=idle, high=idle)
+        calls, waiting = step_calls(run, workload, micro_batches), Seconds.exactly(workload.idle_s)
     return _Step(
         run=run,
         workload=workload,
@@ -234,10 +234,6 @@ def with_all_sizes(run: RunSizes, workload: Workload) -> Workload:
         decodes=dict.fromkeys(sizes, (0, 0, 0.0)) | workload.decodes,
         prefill_calls=dict.fromkeys(run.buckets, 0) | workload.prefill_calls,
     )
-
-
-def _rollout_s(phases: Sequence[Phase]) -> Seconds:
-    return total(phase.seconds for phase in phases if phase.name in ROLLOUT and phase.seconds)
 
 
 def carry_over(
