@@ -117,7 +117,7 @@ def plan_run(
         workload=workload,
         micro_batches=step.micro_batches,
         notes=(
-            *explain(run, accelerator, phases, workload, step.replies),
+            *explain(run, phases, workload, step.replies),
             *shapes_note(run, drawn),
             *carry_over(run, device, drawn, workload, step.micro_batches),
             *_stand_ins(compiled),
