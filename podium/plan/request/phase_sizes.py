@@ -345,7 +345,7 @@ class RunSizes:
         """Numbers of parameters of all layers, and of embedding and head, on one device once they are gathered."""
         parts = self._parts(params.GATHERED_AXES)
         ends = ends_count(self.decoder, parts)
-        return sum(self._counts(parts)) - ends, ends
+        return sum(local_count(spec, parts) for spec in param_specs(self.decoder).values()) - ends, ends
 
     @property
     def gathered_in_rollout(self) -> int:
@@ -383,9 +383,6 @@ class RunSizes:
         weights = {name for axis in names for name in params.mesh_axis_names(axes.get(axis))}
         width = set(params.mesh_axis_names(axes.get("width")))
         return self._devices(weights & sequences), self._devices(width - sequences)
-
-    def _counts(self, parts: Parts) -> list[int]:
-        return [local_count(spec, parts) for spec in param_specs(self.decoder).values()]
 
     def _parts(self, axes: Mapping[str, params.MeshAxes]) -> Parts:
         return params.axis_parts(axes, self.mesh)
