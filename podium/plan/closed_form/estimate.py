@@ -317,7 +317,8 @@ def update_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
     if run.decoder.lora is None:  # the adapters' gradients are negligible
         gathers += (layers + head) * reduced_number(run)
     gathered = int(gathers * sends)
-    reduced = 2 * own * F32 * (run.dp - 1) // run.dp
+    replicas = run.mesh["dp"]
+    reduced = 2 * own * F32 * (replicas - 1) // replicas
     several = run.spec.batch.max_micro_batches > 1
     adding = ADDED * F32 * own if several else 0
     passes = moved_bytes(run, MOVED["update"] + AGAIN * (remat in RECOMPUTES)) + _update_logits_moved(run) + adding

@@ -189,11 +189,6 @@ class RunSizes:
         return self.mesh["tp"]
 
     @property
-    def dp(self) -> int:
-        """Number of copies of the weights (data parallelism)."""
-        return self.mesh["dp"]
-
-    @property
     def batch_shards(self) -> int:
         """Number of devices that the rows of a micro-batch are split over."""
         return self.train_parts["batch"]
