@@ -14,7 +14,7 @@ from podium import __version__
 from podium.config.sizes import slot_sizes
 from podium.plan.calibration import Chip, find_chip
 from podium.plan.compiled.compile import OnProgress, cache_folder, compile_phases
-from podium.plan.compiled.compile_worker import CompiledPhase, Job
+from podium.plan.compiled.compile_worker import WAY_OUT, CompiledPhase, Job
 from podium.plan.planned_device import Device, rate
 from podium.plan.report.plan_notes import explain, shapes_note
 from podium.plan.request.phase_sizes import Planned, RunSizes
@@ -200,7 +200,7 @@ def _doubts(compiled: Mapping[str, CompiledPhase]) -> Iterator[str]:
     """Disagreements between the reader of compiled programs and their compiler, with advice on what to do."""
     for name, program in compiled.items():
         for each in program.doubts:
-            yield f"{name}: {each}; take the versions of jax and libtpu in constraints.txt, or plan with --fast"
+            yield f"{name}: {each}; {WAY_OUT}"
 
 
 def few_operations(phases: Sequence[Phase]) -> Iterator[str]:
@@ -208,10 +208,8 @@ def few_operations(phases: Sequence[Phase]) -> Iterator[str]:
     for phase in phases:
         if phase.compiled and phase.flops < FEWER_OPERATIONS * phase.closed_form_flops:
             share = phase.flops / phase.closed_form_flops
-            yield (
-                f"{phase.name}: compiled programs seem to do {share:.0%} of the operations that the model needs; take"
-                " the versions of jax and libtpu in constraints.txt, or plan with --fast"
-            )
+            said = f"compiled programs seem to do {share:.0%} of the operations that the model needs"
+            yield f"{phase.name}: {said}; {WAY_OUT}"
 
 
 def repeated_operations(compiled: Mapping[str, CompiledPhase]) -> Iterator[str]:

@@ -57,6 +57,8 @@ experts' rows, as long as no device's experts get twice as many rows as others'.
 HLO = Path(podium.hlo.__file__).parent
 UNREADABLE = (ValueError, LookupError, AssertionError, AttributeError, TypeError, StopIteration)
 """The exceptions that reading a text of unknown grammar raises."""
+WAY_OUT = "take the versions of jax and libtpu in constraints.txt, or plan with --fast"
+"""The way out where a text is not of the grammar that `podium.hlo` knows."""
 KEPT_ARRAYS = 12  # number of largest arrays at the peak to keep for display
 
 
@@ -159,8 +161,7 @@ def _finished(
             raise
         return (
             f"the compiler's text of {job.phase} for {job.accelerator.name} cannot be read ({type(error).__name__}:"
-            f" {str(error)[:120]}, {Path(last.filename).name}:{last.lineno}); take the versions of jax and libtpu in"
-            " constraints.txt, or plan with --fast"
+            f" {str(error)[:120]}, {Path(last.filename).name}:{last.lineno}); {WAY_OUT}"
         )
 
 
@@ -230,8 +231,7 @@ def looped_work(
     loops = [loop for loop in unknown_loops(module) if loop not in trips]
     if len(loops) > 1:
         raise ValueError(
-            f"the compiler's text of {module.name} does not say how often its loops run: {loops}; take the versions of"
-            " jax and libtpu in constraints.txt, or plan with --fast"
+            f"the compiler's text of {module.name} does not say how often its loops run: {loops}; {WAY_OUT}"
         )
     one, two = (
         walk(module, mesh, trips=trips | dict.fromkeys(loops, rounds), skipped=skipped, per_machine=per_machine).works
