@@ -281,21 +281,17 @@ class RunSizes:
     @functools.cached_property
     def state_bytes(self) -> int:
         """Bytes of one sequence's recurrent states, over all layers that have one, on one device."""
-        parts = self.rollout_parts
 
         def count(state: StateSpec) -> int:
-            pairs = zip(state.shape, state.axes, strict=True)
-            numbers = math.prod(size if axis is None else -(-size // parts.get(axis, 1)) for size, axis in pairs)
-            return numbers * (ITEMSIZES[state.dtype] if state.dtype else self.rollout_activation)
+            number = ITEMSIZES[state.dtype] if state.dtype else self.rollout_activation
+            return local_count(state, self.rollout_parts) * number
 
         return self.decoder.total(lambda work: sum(map(count, work.states)))
 
     @functools.cached_property
     def cache_bytes(self) -> int:
         """Bytes of the cache on one device: pages, a hidden state per page, and cells of recurrent states."""
-        decoder = self.decoder
-        rollout = self.rollout
-        shards = self.rollout_shards
+        decoder, rollout, shards = self.decoder, self.rollout, self.rollout_shards
         pages = self._kv_bytes(lambda kept: kv_pages(kept, decoder, rollout, shards) // shards * rollout.page_tokens)
         hidden = self.cache_tokens // rollout.page_tokens * decoder.width * self.rollout_activation
         return pages + hidden + num_cells(decoder, rollout) // shards * self.state_bytes
@@ -514,8 +510,8 @@ def cast_bytes(run: RunSizes) -> int:
     )
 
 
-def local_count(spec: ParamSpec, parts: Parts) -> int:
-    """Number of a parameter's elements on one device; `parts` says how each logical axis is split."""
+def local_count(spec: ParamSpec | StateSpec, parts: Parts) -> int:
+    """Number of elements of a parameter, or a state, on one device; `parts` says how each logical axis is split."""
     return math.prod(-(-dim // parts.get(axis or "", 1)) for dim, axis in zip(spec.shape, spec.axes, strict=True))
 
 
