@@ -117,11 +117,11 @@ def read_user_file(generation: str) -> UserFile | None:
 EXACT = Factor(value=1.0, low=1.0, high=1.0, source="")
 
 
-def uncalibrated(peaks: Peaks, *, links: int = 1) -> Chip:
+def uncalibrated(peaks: Peaks) -> Chip:
     """A device whose programs reach the roofline, with a host that takes no time, to find a plan's minimum seconds."""
     shares: dict[str, Factor] = dict.fromkeys(("update", "prefill", "decode", "ici", "host", "latency"), EXACT)
     shares["host_s"] = Factor(value=0.0, low=0.0, high=0.0, source="")
-    return Chip(peaks=peaks, links=links, calibration=shares, source="the roofline alone")
+    return Chip(peaks=peaks, links=1, calibration=shares, source="the roofline alone")
 
 
 def calibrated(lines: list[Line], chip: Chip, kind: str) -> tuple[Seconds, BoundBy]:
