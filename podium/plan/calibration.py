@@ -8,7 +8,7 @@ import dataclasses
 from pydantic import TypeAdapter, ValidationError
 
 from podium.accelerators import Accelerator, find_accelerator, this_cpu
-from podium.chips import read_chip, user_file
+from podium.chips import chip_constants, read_chip, user_file
 from podium.hlo.cost import Peaks, Roofline
 from podium.plan.result import NO_TIME, BoundBy, Seconds
 
@@ -78,7 +78,7 @@ def find_chip(generation: str) -> Chip | None:
     packaged, own = read_chip(generation), read_user_file(generation)
     if packaged is None and own is None:
         return None
-    constants = {} if packaged is None else {name: each["value"] for name, each in packaged["constants"].items()}
+    constants = chip_constants(generation) or {}
     shares = {} if packaged is None else {kind: Factor(**each) for kind, each in packaged["calibration"].items()}
     if own is not None:
         constants |= {name: each.value for name, each in own.constants.items()}
