@@ -121,9 +121,8 @@ class Phase:
     over_floor: float | None = None
     """Ratio of the time without transfers and launches to the minimum time, which is that of the closed form's
     operations or of the bytes that no compiler can avoid; None if the phase is not compiled or not part of a step."""
-    moves: tuple[
-        Move, ...
-    ] = ()  # the instructions other than products that take most of that time, in descending order
+    moves: tuple[Move, ...] = ()
+    """The instructions other than products that take most of that time, in descending order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

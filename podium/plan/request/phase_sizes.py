@@ -546,9 +546,7 @@ def _moment_count(name: str, spec: ParamSpec, local: int) -> int:
         return 2 * local
     if name in ("lion", "sgd"):
         return local
-    if (
-        name == "muon"
-    ):  # one moment for orthogonalised matrices (`podium.train.optimizer.transforms`), Adam's two for others
+    if name == "muon":  # one moment for matrices that it makes orthogonal, Adam's two for others
         return local if is_matrix(spec) and "vocab" not in spec.axes else 2 * local
     if not _is_factored(spec):
         return local + 2
