@@ -85,7 +85,6 @@ class CompiledPhase:
     refused: bool = False  # whether the compiler rejects it even with nothing beside it
     doubts: tuple[str, ...] = ()  # disagreements between the reader of its text and the compiler
     traced_flops: float = 0.0  # operations of the program as traced; 0 if they were not counted
-    whole: bool = True  # whether machine code was generated too
     traced: bool = False  # whether it was only traced, not compiled
     stand_in: bool = False  # whether it is a larger program of its phase, with its work scaled
 
@@ -193,7 +192,6 @@ def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: M
         refused=built.refusal is not None,
         doubts=tuple(doubted),
         traced_flops=traced_flops,
-        whole=built.whole,
     )
 
 

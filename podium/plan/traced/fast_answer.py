@@ -150,6 +150,5 @@ def as_compiled(traced: TracedPhase, blocks: float, block_pages: int) -> Compile
         largest=traced.largest,
         work=tuple(LoopedWork(work, once, again, attends) for (work, attends), (once, again) in times.items()),
         compile_s=0.0,
-        whole=False,
         traced=True,
     )
