@@ -8,7 +8,6 @@ of the roofline that such programs were measured to reach. Without a compiler, t
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from podium import __version__
 from podium.config.sizes import slot_sizes
@@ -20,7 +19,7 @@ from podium.plan.report.plan_notes import explain, shapes_note
 from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.request.step_calls import Call, largest_calls, packed_run, step_calls
 from podium.plan.request.topology import compiler_versions
-from podium.plan.request.workload import Replies, SequenceLengths, Workload, no_rollout, simulate_rollout
+from podium.plan.request.workload import SequenceLengths, Workload, no_rollout, simulate_rollout
 from podium.plan.result import By, Phase, Plan, Seconds, judge_phases, part_of, total
 from podium.plan.traced.fast_answer import fast_programs
 
@@ -95,7 +94,7 @@ def plan_run(
     """Plan a resolved run, by the closed form unless `compiling` compiles its programs; otherwise as `make_plan`."""
     accelerator, drawn = run.accelerator, run.draw_lengths(lengths)
     device = Device(accelerator, chip or find_chip(accelerator.generation))
-    step = _plan_step(run, drawn, device, compiling, largest=largest)
+    step = _Step(run, drawn, device, compiling, largest=largest)
     run, workload, compiled = step.run, step.workload, step.compiled
     phases = tuple(device.phases(step.calls, compiled, run))
     host = device.host(sum(call.calls for call in step.calls))
@@ -134,57 +133,39 @@ def plan_run(
     )
 
 
-class _Step(NamedTuple):
-    """What a step does."""
-
-    run: RunSizes
-    """The sizes, updated by packing the step's completions."""
-    workload: Workload
-    micro_batches: float
-    calls: list[Call]
-    compiled: Mapping[str, CompiledPhase]
-    """By program; empty if nothing is compiled."""
-    replies: Replies | None
-    """None without conversations."""
-    waiting: Seconds | None
-    """Time in which all conversations wait for replies; None without them, or if the device's speed is unknown."""
-
-
-def _plan_step(
-    run: RunSizes, drawn: SequenceLengths, device: Device, compiling: Compiling | None, *, largest: bool
-) -> _Step:
-    """Find a step's calls, and compile their programs.
+class _Step:
+    """What a step does: its calls, with their programs compiled.
 
     Conversations are simulated twice, because when their replies arrive depends on how long calls take.
     """
-    simulate = functools.partial(
-        simulate_rollout, drawn, run.rollout, shards=run.rollout_shards, overlap=device.chip is not None
-    )
-    demonstrations = run.spec.recipe.demonstrations
-    workload = no_rollout(drawn) if demonstrations else simulate()
-    replies = None if demonstrations else drawn.replies
-    if replies is not None:
-        workload = with_all_sizes(run, workload)
-    run, micro_batches = packed_run(run, drawn)
-    calls = step_calls(run, workload, micro_batches)
-    compiled: Mapping[str, CompiledPhase] = {}
-    if compiling is not None:
-        judged = [call for name, call in largest_calls(calls).items() if name not in WITHIN_OTHERS]
-        compiled = compiling(_slowest_first(judged if largest else calls))
-        compiled = device.with_stand_ins(calls, compiled, run) if largest else compiled
-    waiting = None
-    if replies is not None and device.chip is not None:
-        workload = simulate(clock=device.clock(calls, compiled, run))
-        calls, waiting = step_calls(run, workload, micro_batches), Seconds.exactly(workload.idle_s)
-    return _Step(
-        run=run,
-        workload=workload,
-        micro_batches=micro_batches,
-        calls=calls,
-        compiled=compiled,
-        replies=replies,
-        waiting=waiting,
-    )
+
+    def __init__(
+        self, run: RunSizes, drawn: SequenceLengths, device: Device, compiling: Compiling | None, *, largest: bool
+    ) -> None:
+        simulate = functools.partial(
+            simulate_rollout, drawn, run.rollout, shards=run.rollout_shards, overlap=device.chip is not None
+        )
+        demonstrations = run.spec.recipe.demonstrations
+        self.workload = no_rollout(drawn) if demonstrations else simulate()
+        self.replies = None if demonstrations else drawn.replies
+        """None without conversations."""
+        if self.replies is not None:
+            self.workload = with_all_sizes(run, self.workload)
+        self.run, self.micro_batches = packed_run(run, drawn)
+        self.calls = step_calls(self.run, self.workload, self.micro_batches)
+        self.compiled: Mapping[str, CompiledPhase] = {}
+        """By program; empty if nothing is compiled."""
+        if compiling is not None:
+            judged = [call for name, call in largest_calls(self.calls).items() if name not in WITHIN_OTHERS]
+            self.compiled = compiling(_slowest_first(judged if largest else self.calls))
+            if largest:
+                self.compiled = device.with_stand_ins(self.calls, self.compiled, self.run)
+        self.waiting: Seconds | None = None
+        """Time in which all conversations wait for replies; None without them, or if the device's speed is unknown."""
+        if self.replies is not None and device.chip is not None:
+            self.workload = simulate(clock=device.clock(self.calls, self.compiled, self.run))
+            self.calls = step_calls(self.run, self.workload, self.micro_batches)
+            self.waiting = Seconds.exactly(self.workload.idle_s)
 
 
 def _stand_ins(compiled: Mapping[str, CompiledPhase]) -> Iterator[str]:
