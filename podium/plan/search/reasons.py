@@ -1,7 +1,5 @@
 """Explains why one plan is better than another, by the counts that differ."""
 
-from typing import NamedTuple
-
 from podium.hlo.collectives import KINDS
 from podium.plan.report.formatting import LIMITS, LITTLE, data_size, exact_gib, gib, number, readable
 from podium.plan.result import Phase, Plan, part_of
@@ -11,21 +9,6 @@ MUCH = 1.05  # counts whose ratio is above this explain a difference
 HOST = "host"  # the part of a step outside all phases
 
 
-class _Part(NamedTuple):
-    """One part of a step in one plan."""
-
-    seconds: float
-    calls: float
-    """Number of units (see `_unit`) in a step."""
-    flops: float = 0.0
-    sent: float = 0.0
-    """Bytes that a device sends per unit."""
-    verb: str = ""
-    """What its largest transfer does, such as `gathers`."""
-    limit: str = ""
-    """What bounds most of its seconds."""
-
-
 def difference(plan: Plan, other: Plan) -> str:
     """The most important difference of `plan` from `other`, as a sentence with the counts that cause it."""
     if plan.verdict != other.verdict or plan.verdict != "fits":
@@ -33,7 +16,7 @@ def difference(plan: Plan, other: Plan) -> str:
     if plan.step is None or other.step is None or abs(plan.step.value - other.step.value) < ALIKE * other.step.value:
         return "as fast; " + _memory_difference(plan, other)
     names = [HOST, *(phase.name for phase in plan.phases if other.find_phase(phase.name))]
-    pairs = {name: (_part(plan, name), _part(other, name)) for name in names}
+    pairs = {name: (_Part(plan, name), _Part(other, name)) for name in names}
     name = max(pairs, key=lambda name: abs(pairs[name][0].seconds - pairs[name][1].seconds))
     mine, theirs = pairs[name]
     return f"{name} {number(mine.seconds)} s against {number(theirs.seconds)}: {_cause(name, mine, theirs)}"
@@ -53,25 +36,30 @@ def _memory_difference(plan: Plan, other: Plan) -> str:
     )
 
 
-def _part(plan: Plan, name: str) -> _Part:
-    """A phase of a plan, or what its host does."""
-    if name == HOST:
-        calls = float(sum(phase.calls for phase in plan.phases)) or 1.0
-        return _Part(seconds=plan.host.value if plan.host else 0.0, calls=calls)
-    phase = plan.phase(name)
-    calls, largest = _calls(plan, phase), max(phase.collectives, key=lambda each: each.sent, default=None)
-    return _Part(
-        seconds=phase.seconds.value if phase.seconds else 0.0,
-        calls=calls,
-        flops=phase.flops,
-        sent=sum(each.sent for each in phase.collectives) / calls,
-        verb=KINDS[largest.kind].does if largest else "",
-        limit=phase.bound_by,
-    )
+class _Part:
+    """One part of a step in one plan: a phase, or what the host does."""
+
+    def __init__(self, plan: Plan, name: str) -> None:
+        phase = plan.find_phase(name)
+        time, transfers = (plan.host, ()) if phase is None else (phase.seconds, phase.collectives)
+        self.seconds = time.value if time else 0.0
+        self.calls = _calls(plan, phase)
+        self.flops = phase.flops if phase else 0.0
+        self.sent = sum(each.sent for each in transfers) / self.calls
+        """Bytes that a device sends per unit."""
+        largest = max(transfers, key=lambda each: each.sent, default=None)
+        self.verb = KINDS[largest.kind].does if largest else ""
+        """What its largest transfer does, such as `gathers`."""
+        self.limit = phase.bound_by if phase else ""
+        """What bounds most of its seconds."""
 
 
-def _calls(plan: Plan, phase: Phase) -> float:
-    """The number of units of a phase in a step; a `token` of decoding is one step of all slots."""
+def _calls(plan: Plan, phase: Phase | None) -> float:
+    """The number of units (see `_unit`) of a phase in a step, or of all calls; a `token` of decoding is one step of all
+    slots.
+    """
+    if phase is None:
+        return float(sum(each.calls for each in plan.phases)) or 1.0
     if phase.name == "decode":
         return float(plan.workload.decode_steps) or 1.0
     if part_of(phase.name) in ("score", "update"):
