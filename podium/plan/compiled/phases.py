@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -44,16 +44,26 @@ from podium.train.state import TrainState, abstract_state
 from podium.train.step import TrainSettings, abstract_batch, abstract_scored, make_train_programs, make_value_step
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseProgram:
     """One compiled program of a run."""
 
-    trace: Callable[[], jax.stages.Traced]  # traces it with its arguments
-    arguments: tuple[object, ...]  # pytrees of abstract arrays
-    residents: Mapping[str, int]
-    """Bytes in use on a device in addition to the program's own arguments, by kind of array."""
-    own: Mapping[str, int]
-    """Bytes of those residents that are among its arguments, by kind of array."""
+    def __init__(
+        self,
+        table: Iterable[Resident],
+        stage: Stage,
+        program: Lowerable,
+        arguments: tuple[object, ...],
+        own: Mapping[str, object],
+    ) -> None:
+        """`table` are all residents; `own` are those that are among the program's arguments, by kind of array."""
+        self.trace = functools.partial(program.trace, *arguments)
+        """Traces it with its arguments."""
+        self.arguments = arguments
+        """Pytrees of abstract arrays."""
+        self.own = {name: device_bytes(tree) for name, tree in own.items()}
+        """Bytes of the residents that are among its arguments, by kind of array."""
+        self.residents = {name: size for name, size in held(table, stage, self.own).items() if size}
+        """Bytes in use on a device in addition to the program's own arguments, by kind of array."""
 
     def lower(self, platform: str | None = None) -> jax.stages.Lowered:
         """Trace and lower it: for a platform by jax's name, or for that of its arguments' devices."""
@@ -75,21 +85,28 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> Found:
         ValueError: an array does not divide over the mesh.
     """
     training, engine = _Training(spec, mesh), _Engine(spec, mesh)
-    phase = functools.partial(_phase, _residents(spec, training, engine))
+    phase = functools.partial(PhaseProgram, _residents(spec, training, engine))
     return {
-        "init": _phase([], "sync", make_opt_init(training.optimizer, training.params), (training.params,), {}),
+        "init": PhaseProgram([], "sync", make_opt_init(training.optimizer, training.params), (training.params,), {}),
         **_rollout_programs(spec, training, engine, phase),
         **_update_programs(spec, training, phase),
     }
 
 
-class _AbstractRole(NamedTuple):
-    """The arrays of a model other than the policy."""
+class _Role:
+    """The abstract arrays of a model other than the policy."""
 
-    weights: AbstractParams
-    """Empty if they are the policy's own frozen weights."""
-    state: TrainState | None
-    """The model's training state; None if the model is not trained."""
+    def __init__(self, role: Role, settings: TrainSettings) -> None:
+        self.weights: AbstractParams = {}
+        """Empty if they are the policy's own frozen weights."""
+        self.state: TrainState | None = None
+        """The model's training state; None if the model is not trained."""
+        if role.weights == "policy_base":
+            return
+        trained = abstract_params(trained_specs(role.decoder), jnp.dtype(jnp.float32), settings.stored)
+        self.weights = abstract_frozen(role.decoder, settings.stored) | trained
+        if role.learning is not None:
+            self.state = abstract_state(self.weights, make_run_optimizer(role.learning.optimizer, role.decoder))
 
 
 class _Training:
@@ -102,7 +119,7 @@ class _Training:
         self.params = abstract_params(trained_specs(decoder), jnp.dtype(jnp.float32), self.settings.stored)
         self.frozen = abstract_frozen(decoder, self.settings.stored)
         self.state = abstract_state(self.params, self.optimizer)
-        self.roles = {role.name: _abstract_role(role, self.settings) for role in spec.roles.values()}
+        self.roles = {role.name: _Role(role, self.settings) for role in spec.roles.values()}
         self.batch = abstract_batch(make_batch([], spec.batch)[0], self.settings.computing)
         """A minibatch before it is scored."""
         width = 0 if compared is None else compared.decoder.width
@@ -110,16 +127,6 @@ class _Training:
         weights = {} if compared is None else self.roles[compared.name].weights
         self.compared = compared_head(weights) if weights else {}
         """The head of a role whose distributions updates compute; empty without one, or if it is among `frozen`."""
-
-
-def _abstract_role(role: Role, settings: TrainSettings) -> _AbstractRole:
-    if role.weights == "policy_base":
-        return _AbstractRole({}, None)
-    trained = abstract_params(trained_specs(role.decoder), jnp.dtype(jnp.float32), settings.stored)
-    weights = abstract_frozen(role.decoder, settings.stored) | trained
-    if role.learning is None:
-        return _AbstractRole(weights, None)
-    return _AbstractRole(weights, abstract_state(weights, make_run_optimizer(role.learning.optimizer, role.decoder)))
 
 
 def _residents(spec: RunSpec, training: _Training, engine: "_Engine") -> list[Resident]:
@@ -234,20 +241,6 @@ def _with_all_logits(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dt
         return cache, rules.constrain(last, "batch", None)
 
     return cast(ExtendProgram, jax.jit(extend, donate_argnums=1))  # it is only lowered, never run: its results differ
-
-
-def _phase(
-    table: Iterable[Resident],
-    stage: Stage,
-    program: Lowerable,
-    arguments: tuple[object, ...],
-    own: Mapping[str, object],
-) -> PhaseProgram:
-    """Make a `PhaseProgram`; `own` are the residents that are among its arguments, by kind."""
-    sizes = {name: device_bytes(tree) for name, tree in own.items()}
-    residents = {name: size for name, size in held(table, stage, sizes).items() if size}
-    trace = functools.partial(program.trace, *arguments)
-    return PhaseProgram(trace=trace, arguments=arguments, residents=residents, own=sizes)
 
 
 def device_bytes(tree: object) -> int:
