@@ -242,6 +242,9 @@ class RolloutConfig(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = []  # NeMo-RL: stop_strings
     """Strings that end a completion; they stay in it and are trained on."""
 
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())  # pydantic's own hash fails on the list of `stop`
+
     @property
     def prompt_tokens(self) -> int:
         """The longest prompt in tokens, or ASSUMED_PROMPT_TOKENS while `max_prompt_tokens` is unset."""

@@ -91,6 +91,11 @@ class ProgramCost:
         return sum(work.times * work.hbm_bytes for work in self.works)
 
     @property
+    def sent(self) -> float:
+        """Bytes sent to other devices."""
+        return sum(work.times * sum(each.sent for each in work.transfers) for work in self.works)
+
+    @property
     def collectives(self) -> tuple[CollectiveTotal, ...]:
         """All transfers of the run, summed by kind and axes."""
         return sum_collectives(

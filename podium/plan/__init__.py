@@ -30,13 +30,12 @@ def plan(config: str, on: str, *, settings: Sequence[str] = (), fast: bool = Fal
     from podium.config.hints import offer
     from podium.plan.calibration import find_machine
     from podium.plan.planner import make_plan
-    from podium.plan.request.phase_sizes import Planned
+    from podium.plan.request.candidate import Case
     from podium.plan.request.plan_subject import Subject
+    from podium.plan.search.study import Study
     from podium.run.divisible import check_divisible
 
     offer(foreign_key)
-    machine, subject = find_machine(on), Subject.named([config], settings)
-    found = subject.load(base=subject.defaults(machine, lengths))
-    run = Planned.of(found.config, machine, recipe=found.recipe)
+    run = Study(Subject.named([config], settings), lengths=lengths).run(Case(find_machine(on)))
     check_divisible(run.sizes.spec)
     return make_plan(run, by="trace" if fast else "compiler", lengths=lengths)

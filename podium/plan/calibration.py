@@ -8,7 +8,7 @@ import dataclasses
 from pydantic import TypeAdapter, ValidationError
 
 from podium.accelerators import Accelerator, find_accelerator, this_cpu
-from podium.chips import read_chip, user_file
+from podium.chips import chip_constants, read_chip, user_file
 from podium.hlo.cost import Peaks, Roofline
 from podium.plan.result import NO_TIME, BoundBy, Seconds
 
@@ -78,7 +78,7 @@ def find_chip(generation: str) -> Chip | None:
     packaged, own = read_chip(generation), read_user_file(generation)
     if packaged is None and own is None:
         return None
-    constants = {} if packaged is None else {name: each["value"] for name, each in packaged["constants"].items()}
+    constants = chip_constants(generation) or {}
     shares = {} if packaged is None else {kind: Factor(**each) for kind, each in packaged["calibration"].items()}
     if own is not None:
         constants |= {name: each.value for name, each in own.constants.items()}
@@ -117,18 +117,11 @@ def read_user_file(generation: str) -> UserFile | None:
 EXACT = Factor(value=1.0, low=1.0, high=1.0, source="")
 
 
-def uncalibrated(peaks: Peaks, *, links: int = 1) -> Chip:
+def uncalibrated(peaks: Peaks) -> Chip:
     """A device whose programs reach the roofline, with a host that takes no time, to find a plan's minimum seconds."""
-    shares = {
-        "update": EXACT,
-        "prefill": EXACT,
-        "decode": EXACT,
-        "ici": EXACT,
-        "host": EXACT,
-        "latency": EXACT,
-        "host_s": Factor(value=0.0, low=0.0, high=0.0, source=""),
-    }
-    return Chip(peaks=peaks, links=links, calibration=shares, source="the roofline alone")
+    shares: dict[str, Factor] = dict.fromkeys(("update", "prefill", "decode", "ici", "host", "latency"), EXACT)
+    shares["host_s"] = Factor(value=0.0, low=0.0, high=0.0, source="")
+    return Chip(peaks=peaks, links=1, calibration=shares, source="the roofline alone")
 
 
 def calibrated(lines: list[Line], chip: Chip, kind: str) -> tuple[Seconds, BoundBy]:

@@ -98,7 +98,7 @@ def plan(
     Exit status: 0 it fits (or is too close to call), 1 it does not fit, 2 wrong settings or usage, 3 the compiler
     failed.
     """
-    from podium.plan.command import PlanRequest, Search, check_command, plan_command
+    from podium.plan.command import PlanRequest, check_command, plan_command
     from podium.plan.request.plan_subject import Subject
 
     others = (config, on, settings, fast, search, fit, write, compare, suggest, steps, prices, html)
@@ -113,15 +113,18 @@ def plan(
     request = PlanRequest(
         subject=subject,
         on=on,
-        search=Search(largest=search, compare=compare, fit=fit, write=write, suggest=suggest),
+        search=search,
+        compare=compare,
+        fit=fit,
+        write=write,
+        suggest=suggest,
         by=by,
         lengths=lengths,
         steps=steps,
         prices=prices,
-        as_json=as_json,
         html=html,
     )
-    raise typer.Exit(_answered(lambda: plan_command(request)))
+    raise typer.Exit(_answered(lambda: plan_command(request, as_json=as_json)))
 
 
 def _answered(answer: Callable[[], int]) -> int:

@@ -49,10 +49,13 @@ FITS, TOO_LARGE = 0, 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Search:
-    """What to find in addition to the plans; at most one of `largest`, `compare` and `fit`."""
+class PlanRequest:
+    """The options of the command; at most one of `search`, `compare` and `fit`."""
 
-    largest: str | None = None
+    subject: Subject
+    on: str
+    """Machine names separated by commas, or auto."""
+    search: str | None = None
     """The setting whose largest value that fits is searched."""
     compare: str | None = None
     """`KEY=a,b,c`: the values to compare."""
@@ -62,23 +65,12 @@ class Search:
     """The file for the settings that fit."""
     suggest: bool | None = None
     """Whether to compile changes that may help; None: always estimate them; compile one only if that is quick."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """The options of the command."""
-
-    subject: Subject
-    on: str
-    """Machine names separated by commas, or auto."""
-    search: Search = Search()
     by: By = "compiler"
     lengths: str | None = None
     """None: GSM8K's are assumed."""
     steps: int | None = None
     """Steps to show the cost of; None: the config's number."""
     prices: Path | None = None
-    as_json: bool = False
     html: Path | None = None
 
 
@@ -92,7 +84,7 @@ class Answer:
     folded: Mapping[str, Sequence[ReportSection]] = dataclasses.field(default_factory=dict)
 
 
-def plan_command(request: PlanRequest) -> int:
+def plan_command(request: PlanRequest, *, as_json: bool) -> int:
     """Run `podium plan`; returns the exit status.
 
     Raises:
@@ -113,7 +105,7 @@ def plan_command(request: PlanRequest) -> int:
     if request.html is not None:
         title = f"podium plan: {answer.outcomes[0].plan.config}"
         write_page(request.html, title, answer.sections, answer.folded, mark=mark)
-    _print(answer.value, answer.sections, as_json=request.as_json)
+    _print(answer.value, answer.sections, as_json=as_json)
     return TOO_LARGE if all(each.plan.verdict == "does_not_fit" for each in answer.outcomes) else FITS
 
 
@@ -126,29 +118,27 @@ def check_command(run: Path, *, as_json: bool) -> int:
 
 def _on_machines(request: PlanRequest, study: Study) -> Answer:
     """Plan the run for the named machines."""
-    search = request.search
     cases = [Case(find_machine(name)) for name in dict.fromkeys(request.on.split(","))]
-    asked = {"search": search.largest, "compare": search.compare, "fit": search.fit}
+    asked = {"search": request.search, "compare": request.compare, "fit": request.fit}
     names = [name for name, value in asked.items() if value]
     if len(names) > 1:
         raise ValueError(f"--{names[0]} and --{names[1]} cannot be combined; give only one")
-    if search.suggest and (names or len(cases) > 1):
+    if request.suggest and (names or len(cases) > 1):
         raise ValueError("--suggest works on one plan for one machine; drop it, or --search, --compare and --fit")
-    if search.write is not None:
-        if not search.fit or len(cases) > 1:
+    if request.write is not None:
+        if not request.fit or len(cases) > 1:
             raise ValueError("--write writes the settings that --fit finds for one machine; add --fit, or drop it")
-        check_new(search.write, "--write")
-    alone = len(cases) == 1 and not (search.largest or search.compare)
+        check_new(request.write, "--write")
+    alone = len(cases) == 1 and not (request.search or request.compare)
     for case in cases:
         _check(study, case, alone=alone)
-    if search.largest:
-        key = search.largest
+    if key := request.search:
         if "," in key:
             raise ValueError(f"--search {key}: takes one key; --fit finds the fastest settings that fit, over all keys")
         return _joined([_largest(study, key, case) for case in cases])
-    if search.fit:
-        return _joined([_fit(study, case, search.write) for case in cases])
-    return _single(request, study, cases[0]) if alone else _comparison(study, search.compare, cases)
+    if request.fit:
+        return _joined([_fit(study, case, request.write) for case in cases])
+    return _single(request, study, cases[0]) if alone else _comparison(study, request.compare, cases)
 
 
 def _check(study: Study, case: Case, *, alone: bool) -> None:
@@ -177,9 +167,9 @@ def _single(request: PlanRequest, study: Study, case: Case) -> Answer:
     """One plan for one machine."""
     outcome = _warned(study, study.of(case))
     suggested = fitted = None
-    if request.search.suggest is not False:
+    if request.suggest is not False:
         if outcome.plan.verdict == "fits":
-            suggested = suggestions(study, outcome, compile_all=request.search.suggest)
+            suggested = suggestions(study, outcome, compile_all=request.suggest)
         else:
             fitted = _fitted(study, case, all_others=False)
     longest = None
@@ -242,8 +232,8 @@ def _write(study: Study, best: Outcome, path: Path) -> None:
 
 def _auto(request: PlanRequest, study: Study) -> Answer:
     """Rank the cheapest machines for a run."""
-    search, subject = request.search, request.subject
-    if search.largest or search.compare or search.suggest or request.html or search.fit:
+    subject = request.subject
+    if request.search or request.compare or request.suggest or request.html or request.fit:
         raise ValueError("--on auto ranks machines; name one for --search, --compare, --suggest, --fit and --html")
     subject.load(base=[f"model={subject.model}", "tasks=[{name: gsm8k}]"] if subject.model else [])
     found = rank_machines(study)

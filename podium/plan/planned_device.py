@@ -92,12 +92,7 @@ class Device:
         """One phase by the closed form."""
         forms = [(call, call.closed_form) for call in calls if call.closed_form is not None]
         largest = max((form for _, form in forms), key=lambda form: form.total)
-        seconds, bound_by = self.timed(
-            calls[0].phase,
-            lambda chip, links: [
-                (call.repeats, closed_form_roofline(form, run, chip.peaks, links)) for call, form in forms
-            ],
-        )
+        seconds, bound_by = self.closed_form_seconds([(call.repeats, form) for call, form in forms], run)
         if seconds:
             below, above = ESTIMATED
             seconds = dataclasses.replace(seconds, low=below * seconds.low, high=above * seconds.high)
@@ -135,10 +130,17 @@ class Device:
         """Seconds of a call's work by the closed form, done once; 1.0 if the device's speed is unknown."""
         form = call.closed_form
         assert form is not None
-        seconds, _ = self.timed(
-            call.phase, lambda chip, links: [(1.0, closed_form_roofline(form, run, chip.peaks, links))]
-        )
+        seconds, _ = self.closed_form_seconds([(1.0, form)], run)
         return seconds.value if seconds else 1.0
+
+    def closed_form_seconds(
+        self, forms: Sequence[tuple[float, PhaseEstimate]], run: RunSizes
+    ) -> tuple[Seconds | None, BoundBy]:
+        """Like `timed`, for closed forms of one phase, each with how often its work is done."""
+        return self.timed(
+            forms[0][1].name,
+            lambda chip, links: [(times, closed_form_roofline(form, run, chip.peaks, links)) for times, form in forms],
+        )
 
     def clock(self, calls: list[Call], compiled: Mapping[str, CompiledPhase], run: RunSizes) -> Clock:
         """How long prefill calls and decode steps of each size take, and the host's time per call."""

@@ -8,19 +8,18 @@ of the roofline that such programs were measured to reach. Without a compiler, t
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from podium import __version__
 from podium.config.sizes import slot_sizes
 from podium.plan.calibration import Chip, find_chip
 from podium.plan.compiled.compile import OnProgress, cache_folder, compile_phases
-from podium.plan.compiled.compile_worker import CompiledPhase, Job
+from podium.plan.compiled.compile_worker import WAY_OUT, CompiledPhase, Job
 from podium.plan.planned_device import Device, rate
 from podium.plan.report.plan_notes import explain, shapes_note
 from podium.plan.request.phase_sizes import Planned, RunSizes
 from podium.plan.request.step_calls import Call, largest_calls, packed_run, step_calls
 from podium.plan.request.topology import compiler_versions
-from podium.plan.request.workload import Replies, SequenceLengths, Workload, no_rollout, simulate_rollout
+from podium.plan.request.workload import SequenceLengths, Workload, no_rollout, simulate_rollout
 from podium.plan.result import By, Phase, Plan, Seconds, judge_phases, part_of, total
 from podium.plan.traced.fast_answer import fast_programs
 
@@ -95,12 +94,13 @@ def plan_run(
     """Plan a resolved run, by the closed form unless `compiling` compiles its programs; otherwise as `make_plan`."""
     accelerator, drawn = run.accelerator, run.draw_lengths(lengths)
     device = Device(accelerator, chip or find_chip(accelerator.generation))
-    step = _plan_step(run, drawn, device, compiling, largest=largest)
+    step = _Step(run, drawn, device, compiling, largest=largest)
     run, workload, compiled = step.run, step.workload, step.compiled
     phases = tuple(device.phases(step.calls, compiled, run))
     host = device.host(sum(call.calls for call in step.calls))
     timed = [*(phase.seconds for phase in phases), step.waiting, host]
     seconds = total(each for each in timed if each is not None) if host else None
+    rollout = total(phase.seconds for phase in phases if phase.name in ROLLOUT and phase.seconds)
     return Plan(
         config=run.spec.name,
         accelerator=accelerator.name,
@@ -116,7 +116,7 @@ def plan_run(
         workload=workload,
         micro_batches=step.micro_batches,
         notes=(
-            *explain(run, accelerator, phases, workload, step.replies),
+            *explain(run, phases, workload, step.replies),
             *shapes_note(run, drawn),
             *carry_over(run, device, drawn, workload, step.micro_batches),
             *_stand_ins(compiled),
@@ -128,63 +128,44 @@ def plan_run(
         slots=run.rollout.slots,
         versions={"podium": __version__} | (compiler_versions(accelerator) if compiled else {}),
         mfu=device.mfu(run, drawn, phases),
-        rollout_rate=rate(_rollout_s(phases), workload.completion_tokens / accelerator.chips),
+        rollout_rate=rate(rollout, workload.completion_tokens / accelerator.chips),
         full_slots_rate=device.full_slots_rate(step.calls, compiled, run),
     )
 
 
-class _Step(NamedTuple):
-    """What a step does."""
-
-    run: RunSizes
-    """The sizes, updated by packing the step's completions."""
-    workload: Workload
-    micro_batches: float
-    calls: list[Call]
-    compiled: Mapping[str, CompiledPhase]
-    """By program; empty if nothing is compiled."""
-    replies: Replies | None
-    """None without conversations."""
-    waiting: Seconds | None
-    """Time in which all conversations wait for replies; None without them, or if the device's speed is unknown."""
-
-
-def _plan_step(
-    run: RunSizes, drawn: SequenceLengths, device: Device, compiling: Compiling | None, *, largest: bool
-) -> _Step:
-    """Find a step's calls, and compile their programs.
+class _Step:
+    """What a step does: its calls, with their programs compiled.
 
     Conversations are simulated twice, because when their replies arrive depends on how long calls take.
     """
-    simulate = functools.partial(
-        simulate_rollout, drawn, run.rollout, shards=run.rollout_shards, overlap=device.chip is not None
-    )
-    demonstrations = run.spec.recipe.demonstrations
-    workload = no_rollout(drawn) if demonstrations else simulate()
-    replies = None if demonstrations else drawn.replies
-    if replies is not None:
-        workload = with_all_sizes(run, workload)
-    run, micro_batches = packed_run(run, drawn)
-    calls = step_calls(run, workload, micro_batches)
-    compiled: Mapping[str, CompiledPhase] = {}
-    if compiling is not None:
-        judged = [call for name, call in largest_calls(calls).items() if name not in WITHIN_OTHERS]
-        compiled = compiling(_slowest_first(judged if largest else calls))
-        compiled = device.with_stand_ins(calls, compiled, run) if largest else compiled
-    waiting = None
-    if replies is not None and device.chip is not None:
-        workload = simulate(clock=device.clock(calls, compiled, run))
-        calls, idle = step_calls(run, workload, micro_batches), workload.idle_s
-        waiting = Seconds(value=idle, low=idle, high=idle)
-    return _Step(
-        run=run,
-        workload=workload,
-        micro_batches=micro_batches,
-        calls=calls,
-        compiled=compiled,
-        replies=replies,
-        waiting=waiting,
-    )
+
+    def __init__(
+        self, run: RunSizes, drawn: SequenceLengths, device: Device, compiling: Compiling | None, *, largest: bool
+    ) -> None:
+        simulate = functools.partial(
+            simulate_rollout, drawn, run.rollout, shards=run.rollout_shards, overlap=device.chip is not None
+        )
+        demonstrations = run.spec.recipe.demonstrations
+        self.workload = no_rollout(drawn) if demonstrations else simulate()
+        self.replies = None if demonstrations else drawn.replies
+        """None without conversations."""
+        if self.replies is not None:
+            self.workload = with_all_sizes(run, self.workload)
+        self.run, self.micro_batches = packed_run(run, drawn)
+        self.calls = step_calls(self.run, self.workload, self.micro_batches)
+        self.compiled: Mapping[str, CompiledPhase] = {}
+        """By program; empty if nothing is compiled."""
+        if compiling is not None:
+            judged = [call for name, call in largest_calls(self.calls).items() if name not in WITHIN_OTHERS]
+            self.compiled = compiling(_slowest_first(judged if largest else self.calls))
+            if largest:
+                self.compiled = device.with_stand_ins(self.calls, self.compiled, self.run)
+        self.waiting: Seconds | None = None
+        """Time in which all conversations wait for replies; None without them, or if the device's speed is unknown."""
+        if self.replies is not None and device.chip is not None:
+            self.workload = simulate(clock=device.clock(self.calls, self.compiled, self.run))
+            self.calls = step_calls(self.run, self.workload, self.micro_batches)
+            self.waiting = Seconds.exactly(self.workload.idle_s)
 
 
 def _stand_ins(compiled: Mapping[str, CompiledPhase]) -> Iterator[str]:
@@ -200,7 +181,7 @@ def _doubts(compiled: Mapping[str, CompiledPhase]) -> Iterator[str]:
     """Disagreements between the reader of compiled programs and their compiler, with advice on what to do."""
     for name, program in compiled.items():
         for each in program.doubts:
-            yield f"{name}: {each}; take the versions of jax and libtpu in constraints.txt, or plan with --fast"
+            yield f"{name}: {each}; {WAY_OUT}"
 
 
 def few_operations(phases: Sequence[Phase]) -> Iterator[str]:
@@ -208,10 +189,8 @@ def few_operations(phases: Sequence[Phase]) -> Iterator[str]:
     for phase in phases:
         if phase.compiled and phase.flops < FEWER_OPERATIONS * phase.closed_form_flops:
             share = phase.flops / phase.closed_form_flops
-            yield (
-                f"{phase.name}: compiled programs seem to do {share:.0%} of the operations that the model needs; take"
-                " the versions of jax and libtpu in constraints.txt, or plan with --fast"
-            )
+            said = f"compiled programs seem to do {share:.0%} of the operations that the model needs"
+            yield f"{phase.name}: {said}; {WAY_OUT}"
 
 
 def repeated_operations(compiled: Mapping[str, CompiledPhase]) -> Iterator[str]:
@@ -234,10 +213,6 @@ def with_all_sizes(run: RunSizes, workload: Workload) -> Workload:
         decodes=dict.fromkeys(sizes, (0, 0, 0.0)) | workload.decodes,
         prefill_calls=dict.fromkeys(run.buckets, 0) | workload.prefill_calls,
     )
-
-
-def _rollout_s(phases: Sequence[Phase]) -> Seconds:
-    return total(phase.seconds for phase in phases if phase.name in ROLLOUT and phase.seconds)
 
 
 def carry_over(

@@ -45,6 +45,11 @@ class Seconds:
     low: float
     high: float
 
+    @classmethod
+    def exactly(cls, value: float) -> "Seconds":
+        """A figure without a range."""
+        return cls(value=value, low=value, high=value)
+
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(value=self.value + other.value, low=self.low + other.low, high=self.high + other.high)
 
@@ -71,7 +76,7 @@ def calibration_kind(phase: str) -> str:
     return "prefill" if phase == "prefill" else "decode"
 
 
-NO_TIME = Seconds(value=0.0, low=0.0, high=0.0)
+NO_TIME = Seconds.exactly(0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,9 +121,8 @@ class Phase:
     over_floor: float | None = None
     """Ratio of the time without transfers and launches to the minimum time, which is that of the closed form's
     operations or of the bytes that no compiler can avoid; None if the phase is not compiled or not part of a step."""
-    moves: tuple[
-        Move, ...
-    ] = ()  # the instructions other than products that take most of that time, in descending order
+    moves: tuple[Move, ...] = ()
+    """The instructions other than products that take most of that time, in descending order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,13 +21,13 @@ from podium.plan.compiled.compile_worker import CompiledPhase, Job
 from podium.plan.planner import make_jobs, make_plan
 from podium.plan.request.phase_sizes import Planned
 from podium.plan.result import Phase, judge_phases
-from podium.plan.traced import fast_answer, trace_process
+from podium.plan.traced import fast_answer
 from podium.plan.traced.absent_devices import absent_devices, measure_lowered
+from podium.plan.traced.fast_answer import as_compiled, trace_phases
 from podium.plan.traced.fusion import Kernel
 from podium.plan.traced.kernel_work import works_in_order
 from podium.plan.traced.lowered_program import Array, Operation, Sent
 from podium.plan.traced.operation_table import Kind
-from podium.plan.traced.trace_process import as_compiled, trace_phases
 from podium.plan.traced.traced_phase import TracedPhase, TracedWork
 from podium.settings import load_settings
 from podium.sharding import make_mesh
@@ -203,8 +203,8 @@ def test_the_same_plan_again_needs_no_jax(tmp_path, monkeypatch):
 
 
 def test_a_process_that_fails_is_an_error_that_names_its_programs(tmp_path, monkeypatch):
-    monkeypatch.setattr(trace_process, "worker_environment", lambda machine: {"PYTHONPATH": "", "JAX_PLATFORMS": "no"})
-    with pytest.raises(trace_process.CompilerError, match="tracing copy for v6e-8 failed: "):
+    monkeypatch.setattr(fast_answer, "worker_environment", lambda machine: {"PYTHONPATH": "", "JAX_PLATFORMS": "no"})
+    with pytest.raises(fast_answer.CompilerError, match="tracing copy for v6e-8 failed: "):
         trace_phases(make_jobs(planned(), {"copy": 1.0}), folder=tmp_path)
 
 

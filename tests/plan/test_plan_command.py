@@ -293,10 +293,7 @@ def compiler(monkeypatch):
             self.jobs += jobs
             sizes = [20 * GIB if self.accepts(job.config) else int(36.4 * GIB) for job in jobs]
             empty: dict[str, Any] = {"residents": {}, "parts": {}, "largest": (), "work": (), "compile_s": 9.0}
-            return [
-                CompiledPhase(memory=Memory(peak=size, code=0), refused=size > HBM, whole=False, **empty)
-                for size in sizes
-            ]
+            return [CompiledPhase(memory=Memory(peak=size, code=0), refused=size > HBM, **empty) for size in sizes]
 
     compiler = Compiler()
     compiler.jobs = []

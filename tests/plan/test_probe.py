@@ -112,7 +112,7 @@ def test_a_program_without_its_code_is_compiled_again_when_that_is_asked_for(mon
             whole=whole,
         )
         spec = resolve(job.config, job.decoder, Machine.planned(V6E))
-        return compile_worker._build(Lowered(), job, spec)[0].whole
+        return compile_worker._build(Lowered(), job, spec).whole
 
     monkeypatch.setattr(compile_worker, "compile_tpu", compile_tpu)
     assert [build(whole) for whole in (False, False, True, True, False)] == [False, False, True, True, True]

@@ -17,10 +17,7 @@ from podium.accelerators import GIB, Accelerator
 from podium.models.architecture import rollout_decoder
 from podium.models.blocks.experts import SPARE, Experts
 from podium.models.blocks.spec import is_matrix
-from podium.models.params import (
-    own_name,
-    param_specs,
-)
+from podium.models.params import own_name, param_specs
 from podium.plan.closed_form.batch_arrays import (
     batch_bytes,
     chunk_logits,
@@ -72,9 +69,9 @@ class PhaseEstimate:
 
     name: str
     parts: Parts  # bytes alive at the peak, by kind of array
-    flops: int
+    flops: int = 0
     hbm_bytes: int
-    ici_bytes: int  # bytes that a device sends to others
+    ici_bytes: int = 0  # bytes that a device sends to others
     hidden_bytes: int = 0
     """The bytes of `ici_bytes` that are sent while the device computes, if that takes as long."""
     least_bytes: int
@@ -140,14 +137,13 @@ def sync_phase(run: RunSizes) -> PhaseEstimate:
     if run.decoder.lora is not None and not run.decoder.lora.merged:
         moved = 2 * F32 * run.own_count
         parts = residents(run, "sync")
-        return PhaseEstimate(name="sync", parts=parts, flops=0, hbm_bytes=moved, ici_bytes=0, least_bytes=least)
+        return PhaseEstimate(name="sync", parts=parts, hbm_bytes=moved, least_bytes=least)
     held, whole = cast_bytes(run) + frozen_bytes(run), run.rollout_weight_bytes
     # Stacked weights are gathered in place; embedding and head are gathered into separate buffers.
     beside = ends_count(run.decoder, run.rollout_parts) * run.rollout_activation
     return PhaseEstimate(
         name="sync",
         parts=residents(run, "sync") | {"gathered_weights": beside if whole > held else 0},
-        flops=0,
         hbm_bytes=F32 * (run.own_count + frozen_bytes(run) // run.rollout_activation) + 2 * whole,
         ici_bytes=max(whole - held, whole - whole // run.shards if run.layout.group > 1 else 0),
         least_bytes=least,
@@ -213,9 +209,7 @@ def first_flops(run: RunSizes, size: int) -> int:
 def copy_phase(run: RunSizes, pages: float) -> PhaseEstimate:
     """One call in which each device copies `pages` pages, each with the states of a sequence if there are any."""
     moved = floor.copy_bytes(run, pages)
-    return PhaseEstimate(
-        name="copy", parts=residents(run, "rollout"), flops=0, hbm_bytes=moved, ici_bytes=0, least_bytes=moved
-    )
+    return PhaseEstimate(name="copy", parts=residents(run, "rollout"), hbm_bytes=moved, least_bytes=moved)
 
 
 def _block_scores(run: RunSizes, tokens: int, cached: int) -> int:
@@ -320,7 +314,8 @@ def update_phase(run: RunSizes, micro_batches: float = 1) -> PhaseEstimate:
     if run.decoder.lora is None:  # the adapters' gradients are negligible
         gathers += (layers + head) * reduced_number(run)
     gathered = int(gathers * sends)
-    reduced = 2 * own * F32 * (run.dp - 1) // run.dp
+    replicas = run.mesh["dp"]
+    reduced = 2 * own * F32 * (replicas - 1) // replicas
     several = run.spec.batch.max_micro_batches > 1
     adding = ADDED * F32 * own if several else 0
     passes = moved_bytes(run, MOVED["update"] + AGAIN * (remat in RECOMPUTES)) + _update_logits_moved(run) + adding
@@ -360,7 +355,7 @@ def checkpoint_phase(run: RunSizes) -> PhaseEstimate:
     roles = [role.kind for role in run.spec.scoring_models if role.weights in ("trained", "moving")]
     saved = {"parameters", "optimizer", *(f"{kind}_{what}" for kind in roles for what in ("weights", "optimizer"))}
     moved = sum(size for name, size in parts.items() if name in saved)
-    return PhaseEstimate(name="checkpoint", parts=parts, flops=0, hbm_bytes=moved, ici_bytes=0, least_bytes=moved)
+    return PhaseEstimate(name="checkpoint", parts=parts, hbm_bytes=moved, least_bytes=moved)
 
 
 def host_copies(run: RunSizes, micro_batches: float) -> tuple[tuple[float, int, float], ...]:

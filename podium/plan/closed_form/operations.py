@@ -18,10 +18,10 @@ def holds_scores(run: RunSizes) -> bool:
     return run.update.attention == "reference"
 
 
-def _attention_flops(run: RunSizes, rows: int, length: int, products: int, *, split: int) -> int:
+def _attention_flops(run: RunSizes, products: int) -> int:
     """Operations of `products` query-key products in all layers; a TPU recomputes reference scores that exceed VMEM."""
-    decoder = run.decoder
-    pairs = int(rows * attended_pairs(run.update.attention, length) * run.attended)
+    decoder, split = run.decoder, run.tp * run.sp
+    pairs = int(run.rows * attended_pairs(run.update.attention, run.row_tokens) * run.attended)
     if holds_scores(run) and run.platform == "tpu" and products == PRODUCTS["forward"]:
         products += F32 * pairs * decoder.heads // split >= VMEM
     return products * pairs * decoder.total(lambda work: work.pair) // split
@@ -29,8 +29,8 @@ def _attention_flops(run: RunSizes, rows: int, length: int, products: int, *, sp
 
 def forward_flops(run: RunSizes) -> int:
     """One forward pass of a micro-batch, logits included."""
-    attention = _attention_flops(run, run.rows, run.row_tokens, PRODUCTS["forward"], split=run.tp * run.sp)
-    return (_matmul_flops(run) + rule_flops(run, run.tokens)) // run.tp + attention + fused_padding(run)
+    matmul, attention = _matmul_flops(run), _attention_flops(run, PRODUCTS["forward"])
+    return (matmul + rule_flops(run, run.tokens)) // run.tp + attention + fused_padding(run)
 
 
 def rule_flops(run: RunSizes, tokens: int) -> int:
@@ -46,7 +46,7 @@ def _matmul_flops(run: RunSizes) -> int:
 
 def logits_flops(run: RunSizes) -> int:
     """Operations of a micro-batch's logits."""
-    return 2 * run.tokens * run.decoder.outputs * run.decoder.width // run.tp
+    return _head_product(run) // run.tp
 
 
 def update_flops(run: RunSizes) -> int:
@@ -72,19 +72,10 @@ def _head_product(run: RunSizes) -> int:
     return 2 * run.tokens * run.decoder.outputs * run.decoder.width
 
 
-def _update_attention_products(run: RunSizes) -> tuple[int, int]:
-    """Numbers of query-key products in an update's first forward pass, and in recomputation and backward pass."""
-    again = PRODUCTS["again"] if run.update.remat != "none" else 0
-    return PRODUCTS["forward"], PRODUCTS[run.update.attention] + again
-
-
 def _update_attention_flops(run: RunSizes) -> int:
     """Operations of an update's products of queries with keys and values."""
-    split = run.tp * run.sp
-    return sum(
-        _attention_flops(run, run.rows, run.row_tokens, products, split=split)
-        for products in _update_attention_products(run)
-    )
+    again = PRODUCTS["again"] if run.update.remat != "none" else 0
+    return _attention_flops(run, PRODUCTS["forward"]) + _attention_flops(run, PRODUCTS[run.update.attention] + again)
 
 
 def _update_head_flops(run: RunSizes) -> int:

@@ -59,30 +59,26 @@ def _floor_s(call: Call, run: RunSizes, peaks: Peaks) -> float:
 
 def copies(phases: Sequence[Phase]) -> Iterator[str]:
     """A sentence for each phase that is far above its floor because of copies."""
-    for phase, ratio in _far(phases):
-        if _explain(moved := _moved(phase), ratio):
+    for phase, ratio, moved in _far(phases):
+        if _explain(moved, ratio):
             yield f"{phase.name} takes {number(ratio)} times its floor; of its time {_named(moved)}"
 
 
 def spread(phases: Sequence[Phase]) -> Iterator[str]:
     """A sentence for each phase that is far above its floor for reasons other than copies."""
-    for phase, ratio in _far(phases):
-        if not _explain(_moved(phase), ratio):
+    for phase, ratio, moved in _far(phases):
+        if not _explain(moved, ratio):
             most = f"; of its time {_named(phase.moves)}" if phase.moves else ""
             yield f"{phase.name} takes {number(ratio)} times its floor, which no copies explain{most}"
 
 
-def _far(phases: Sequence[Phase]) -> Iterator[tuple[Phase, float]]:
-    """Phases that take over 1.5 times their floor and over 1 % of the total time, with their ratio to the floor."""
+def _far(phases: Sequence[Phase]) -> Iterator[tuple[Phase, float, list[Move]]]:
+    """Phases that take over 1.5 times their floor and over 1 % of the total time, with that ratio, and their copies."""
     step = sum(phase.seconds.value for phase in phases if phase.seconds)
     for phase in phases:
         long = phase.seconds is not None and phase.seconds.value >= NEGLIGIBLE * step
         if long and phase.over_floor is not None and phase.over_floor > FAR:
-            yield phase, phase.over_floor
-
-
-def _moved(phase: Phase) -> list[Move]:
-    return [move for move in phase.moves if not move.computes]
+            yield phase, phase.over_floor, [move for move in phase.moves if not move.computes]
 
 
 def _explain(moved: Sequence[Move], ratio: float) -> bool:

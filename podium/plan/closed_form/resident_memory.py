@@ -6,7 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from podium.models.params import frozen_dtype, frozen_specs, is_adapter, rollout_dtype, rollout_specs
-from podium.plan.request.phase_sizes import F32, RunSizes, local_count, offloaded_bytes, optimizer_bytes, rollout_bytes
+from podium.plan.request.phase_sizes import (
+    F32,
+    ITEMSIZES,
+    RunSizes,
+    local_count,
+    offloaded_bytes,
+    optimizer_bytes,
+    rollout_bytes,
+)
 
 Parts = dict[str, int]
 Stage = Literal["sync", "rollout", "update"]
@@ -36,9 +44,8 @@ def held(table: Iterable[Resident], stage: Stage, arguments: Mapping[str, int] |
 
 def frozen_bytes(run: RunSizes) -> int:
     """Bytes of frozen weights that a device stores in training; 0 if all weights are trained."""
-    sizes = {"bfloat16": 2, "int8": 1, "uint8": 1, "float32": F32}
     return sum(
-        sizes[frozen_dtype(name, run.decoder)] * local_count(spec, run.train_parts)
+        ITEMSIZES[frozen_dtype(name, run.decoder)] * local_count(spec, run.train_parts)
         for name, spec in frozen_specs(run.decoder).items()
     )
 

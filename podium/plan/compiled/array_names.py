@@ -12,10 +12,7 @@ ARGUMENTS: Mapping[str, str] = {
 ROLLOUT_PROGRAMS = ("jit_extend", "jit_copy", "jit_decode")  # programs whose `params` are the rollout's copy
 WITHOUT_GRADIENTS = ("jit_init_optimizer", "jit_sync", "jit_score", *ROLLOUT_PROGRAMS)
 
-RESULTS: Mapping[str, str] = {
-    "jit_init_optimizer": "optimizer",
-    "jit_sync": "rollout_weights",
-}
+RESULTS: Mapping[str, str] = {"jit_init_optimizer": "optimizer", "jit_sync": "rollout_weights"}
 
 # Keyed by the `jax.named_scope` in which an array is computed.
 SCOPES: Mapping[str, str] = {

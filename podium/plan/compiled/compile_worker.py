@@ -24,13 +24,14 @@ import podium.hlo
 from podium.accelerators import Accelerator
 from podium.compiler import compiler_options, engine_options, hide_plugin_errors
 from podium.config.attention_blocks import cache_block_pages, window_blocks, window_reach
+from podium.config.errors import raised_here
 from podium.config.mesh import COPIES, MeshSizes, mesh_text
 from podium.config.schema import Config, RolloutConfig
 from podium.files import write_atomically
 from podium.hlo.cost import ProgramCost, Work, unknown_loops, walk
-from podium.hlo.doubts import Counted, doubts
+from podium.hlo.doubts import doubts
 from podium.hlo.hlo_text import Module, parse
-from podium.hlo.memory import BETWEEN, Memory, OutOfMemory, largest, measure
+from podium.hlo.memory import BETWEEN, Memory, largest, measure
 from podium.hlo.moves import moves
 from podium.models.files.decoder_json import StoredDecoder
 from podium.plan.compiled.array_names import names_of
@@ -56,6 +57,8 @@ experts' rows, as long as no device's experts get twice as many rows as others'.
 HLO = Path(podium.hlo.__file__).parent
 UNREADABLE = (ValueError, LookupError, AssertionError, AttributeError, TypeError, StopIteration)
 """The exceptions that reading a text of unknown grammar raises."""
+WAY_OUT = "take the versions of jax and libtpu in constraints.txt, or plan with --fast"
+"""The way out where a text is not of the grammar that `podium.hlo` knows."""
 KEPT_ARRAYS = 12  # number of largest arrays at the peak to keep for display
 
 
@@ -82,7 +85,6 @@ class CompiledPhase:
     refused: bool = False  # whether the compiler rejects it even with nothing beside it
     doubts: tuple[str, ...] = ()  # disagreements between the reader of its text and the compiler
     traced_flops: float = 0.0  # operations of the program as traced; 0 if they were not counted
-    whole: bool = True  # whether machine code was generated too
     traced: bool = False  # whether it was only traced, not compiled
     stand_in: bool = False  # whether it is a larger program of its phase, with its work scaled
 
@@ -118,18 +120,7 @@ class Job:
     whole: bool = False  # whether to generate machine code for a TPU; everything else is known long before
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Built:
-    """A cached compilation; the program's text is stored in a separate file."""
-
-    memory: Memory
-    refusal: OutOfMemory | None  # the compiler's error, if it rejected the program for lack of memory
-    compile_s: float
-    whole: bool
-    counted: Counted | None = None
-
-
-JOB, BUILT = TypeAdapter(Job), TypeAdapter(_Built)
+JOB, BUILT = TypeAdapter(Job), TypeAdapter(TpuProgram)
 JOB_RESULT = TypeAdapter[CompiledPhase | str](CompiledPhase | str)  # a str says why the config cannot be lowered
 
 
@@ -169,20 +160,19 @@ def _finished(
             raise
         return (
             f"the compiler's text of {job.phase} for {job.accelerator.name} cannot be read ({type(error).__name__}:"
-            f" {str(error)[:120]}, {Path(last.filename).name}:{last.lineno}); take the versions of jax and libtpu in"
-            " constraints.txt, or plan with --fast"
+            f" {str(error)[:120]}, {Path(last.filename).name}:{last.lineno}); {WAY_OUT}"
         )
 
 
 def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: Mapping[str, int]) -> CompiledPhase:
     """Compile a lowered program, or take it from the cache, and compute its memory and cost."""
-    built, text = _build(lowered, job, spec)
-    if built.refusal and not text:
+    built = _build(lowered, job, spec)
+    if built.refusal and not built.text:
         parts, work = {"program": built.refusal.needed}, ()
         doubted, traced_flops = [], 0.0
         arrays = [LargeArray(name=each.source, shape=each.shape, bytes=each.size) for each in built.refusal.largest]
     else:
-        module = parse(text)
+        module = parse(built.text)
         parts, arrays = named_memory(module, built.memory.peak)
         skipped, per_machine = skipped_scopes(spec.rollout.settings), job.accelerator.per_machine
         pages = cache_block_pages(spec.rollout.settings.page_tokens, job.accelerator.platform)
@@ -190,7 +180,7 @@ def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: M
         work = looped_work(module, mesh, job.blocks, block_pages=pages, skipped=skipped, per_machine=per_machine)
         once = walk(module, mesh, once=True)
         size = sum(array.bytes for array in arrays)
-        doubted = doubts(text, module, once=once, counted=built.counted, arrays=size, peak=built.memory.peak)
+        doubted = doubts(built.text, module, once=once, counted=built.counted, arrays=size, peak=built.memory.peak)
         traced_flops = _traced_flops(job, lowered)
     return CompiledPhase(
         memory=built.memory,
@@ -202,7 +192,6 @@ def _finish(job: Job, spec: RunSpec, lowered: "jax.stages.Lowered", residents: M
         refused=built.refusal is not None,
         doubts=tuple(doubted),
         traced_flops=traced_flops,
-        whole=built.whole,
     )
 
 
@@ -233,16 +222,14 @@ def looped_work(
     """The cost of a program, split into work outside and inside the program's own loop; equal pieces are merged.
 
     Work other than products is named by what it moves. Attention's inner loop over the cache reads `blocks` blocks of
-    `block_pages` pages, or those that its window reaches, and so does a kernel that declares the work on one block.
-    `skipped` and `per_machine` are passed to `walk`.
+    `block_pages` pages, or those that its window reaches. `skipped` and `per_machine` are passed to `walk`.
     """
     trips = {loop: attention_rounds(loop, blocks, block_pages) for loop in unknown_loops(module) if ATTENTION in loop}
     trips |= {loop: 1.0 for loop in unknown_loops(module) if any(scope in loop for scope in ONE_ROUND)}
     loops = [loop for loop in unknown_loops(module) if loop not in trips]
     if len(loops) > 1:
         raise ValueError(
-            f"the compiler's text of {module.name} does not say how often its loops run: {loops}; take the versions of"
-            " jax and libtpu in constraints.txt, or plan with --fast"
+            f"the compiler's text of {module.name} does not say how often its loops run: {loops}; {WAY_OUT}"
         )
     one, two = (
         walk(module, mesh, trips=trips | dict.fromkeys(loops, rounds), skipped=skipped, per_machine=per_machine).works
@@ -251,26 +238,31 @@ def looped_work(
     moved = moves(module, names_of(module.name))
     times: dict[tuple[Work, bool], tuple[float, float]] = {}
     for first, second in zip(one, two, strict=True):
-        rounds = blocks_read(first.source, blocks, block_pages) if first.of_block else 1.0
-        work = dataclasses.replace(
-            first,
-            name=moved.get(first.name, ""),
-            source="",
-            times=0.0,
-            flops=rounds * first.flops,  # a kernel is launched once for all blocks
-            hbm_bytes=rounds * first.hbm_bytes,
-            of_block=False,
-        )
-        key = work, ATTENTION in first.source and first.kernel
+        key = without_place(first, moved.get(first.name, ""), blocks, block_pages)
         once, each = times.get(key, (0.0, 0.0))
         times[key] = (once + 2 * first.times - second.times, each + second.times - first.times)
     return tuple(LoopedWork(work, once, each, attends) for (work, attends), (once, each) in times.items())
 
 
-def blocks_read(source: str, blocks: float, block_pages: int) -> float:
-    """How many blocks of `block_pages` pages a layer with a window reads if full attention reads `blocks`."""
-    reach = window_reach(source)
-    return blocks if reach is None else min(blocks, reach / block_pages)
+def without_place(work: Work, name: str, blocks: float, block_pages: int) -> tuple[Work, bool]:
+    """A piece of work without its source and number of times, and whether it is an attention kernel.
+
+    A kernel that declares the work on one block reads `blocks` blocks of `block_pages` pages, or those of its window.
+    """
+    rounds = 1.0
+    if work.of_block:
+        reach = window_reach(work.source)
+        rounds = blocks if reach is None else min(blocks, reach / block_pages)
+    own = dataclasses.replace(
+        work,
+        name=name,
+        source="",
+        times=0.0,
+        flops=rounds * work.flops,  # a kernel is launched once for all blocks
+        hbm_bytes=rounds * work.hbm_bytes,
+        of_block=False,
+    )
+    return own, ATTENTION in work.source and work.kernel
 
 
 def attention_rounds(source: str, blocks: float, block_pages: int) -> float:
@@ -313,12 +305,6 @@ def named_memory(module: Module, peak: int) -> tuple[dict[str, int], list[LargeA
     return {name: size for name, size in parts.items() if size}, arrays
 
 
-def raised_here(error: Exception) -> bool:
-    """Whether Podium itself raised the error, as it does for errors in a config."""
-    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
-    return Path(innermost).is_relative_to(Path(__file__).parents[2])
-
-
 def _devices(accelerator: Accelerator) -> "Sequence[Device]":
     """The devices to compile for; for CPU, those of this machine."""
     if accelerator.platform != "cpu":
@@ -329,8 +315,11 @@ def _devices(accelerator: Accelerator) -> "Sequence[Device]":
     return jax.devices()
 
 
-def _build(lowered: "jax.stages.Lowered", job: Job, spec: RunSpec) -> tuple[_Built, str]:
-    """The compiled program and its text; from the cache if it was already compiled as far as the job needs."""
+def _build(lowered: "jax.stages.Lowered", job: Job, spec: RunSpec) -> TpuProgram:
+    """The compiled program; from the cache if it was already compiled as far as the job needs.
+
+    The cache has its text in a file of its own.
+    """
     machine = job.accelerator
     options = engine_options(machine.platform, machine.generation) | compiler_options(  # not in the program's text
         machine.platform,
@@ -344,15 +333,14 @@ def _build(lowered: "jax.stages.Lowered", job: Job, spec: RunSpec) -> tuple[_Bui
     if record.exists():
         built = BUILT.validate_json(record.read_bytes())
         if built.whole or built.refusal or not job.whole:
-            return built, gzip.decompress(module.read_bytes()).decode()
+            return dataclasses.replace(built, text=gzip.decompress(module.read_bytes()).decode())
     start = time.perf_counter()
-    made = _compile(lowered, job)
-    took = time.perf_counter() - start
-    built = _Built(memory=made.memory, refusal=made.refusal, compile_s=took, whole=made.whole, counted=made.counted)
+    built = _compile(lowered, job)
+    built = dataclasses.replace(built, compile_s=time.perf_counter() - start)
     job.programs.mkdir(parents=True, exist_ok=True)
-    write_atomically(module, gzip.compress(made.text.encode(), 6))
-    write_atomically(record, BUILT.dump_json(built))  # written last, so if it exists, both files are complete
-    return built, made.text
+    write_atomically(module, gzip.compress(built.text.encode(), 6))
+    write_atomically(record, BUILT.dump_json(built, exclude={"text"}))  # last: if it exists, both files are complete
+    return built
 
 
 def _compile(lowered: "jax.stages.Lowered", job: Job) -> TpuProgram:

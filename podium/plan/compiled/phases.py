@@ -8,12 +8,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from optax import GradientTransformation
 
 from podium.compiler import Lowerable
 from podium.models.adapters import abstract_frozen
@@ -27,7 +26,6 @@ from podium.rollout.engine_weights import abstract_weights, engine_decoder, froz
 from podium.rollout.programs import (
     Chunk,
     EngineForm,
-    EnginePrograms,
     ExtendProgram,
     abstract_engine_cache,
     engine_calls,
@@ -43,25 +41,29 @@ from podium.train.optimizer.transforms import make_opt_init
 from podium.train.scorers import compared_head, make_role_program, role_settings
 from podium.train.setup import make_run_optimizer
 from podium.train.state import TrainState, abstract_state
-from podium.train.step import (
-    TrainSettings,
-    abstract_batch,
-    abstract_scored,
-    make_train_programs,
-    make_value_step,
-)
+from podium.train.step import TrainSettings, abstract_batch, abstract_scored, make_train_programs, make_value_step
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseProgram:
     """One compiled program of a run."""
 
-    trace: Callable[[], jax.stages.Traced]  # traces it with its arguments
-    arguments: tuple[object, ...]  # pytrees of abstract arrays
-    residents: Mapping[str, int]
-    """Bytes in use on a device in addition to the program's own arguments, by kind of array."""
-    own: Mapping[str, int]
-    """Bytes of those residents that are among its arguments, by kind of array."""
+    def __init__(
+        self,
+        table: Iterable[Resident],
+        stage: Stage,
+        program: Lowerable,
+        arguments: tuple[object, ...],
+        own: Mapping[str, object],
+    ) -> None:
+        """`table` are all residents; `own` are those that are among the program's arguments, by kind of array."""
+        self.trace = functools.partial(program.trace, *arguments)
+        """Traces it with its arguments."""
+        self.arguments = arguments
+        """Pytrees of abstract arrays."""
+        self.own = {name: device_bytes(tree) for name, tree in own.items()}
+        """Bytes of the residents that are among its arguments, by kind of array."""
+        self.residents = {name: size for name, size in held(table, stage, self.own).items() if size}
+        """Bytes in use on a device in addition to the program's own arguments, by kind of array."""
 
     def lower(self, platform: str | None = None) -> jax.stages.Lowered:
         """Trace and lower it: for a platform by jax's name, or for that of its arguments' devices."""
@@ -82,71 +84,52 @@ def phase_programs(spec: RunSpec, mesh: Mesh) -> Found:
     Raises:
         ValueError: an array does not divide over the mesh.
     """
-    training, engine = _abstract_training(spec, mesh), _abstract_engine(spec, mesh)
-    phase = functools.partial(_phase, _residents(spec, training, engine))
+    training, engine = _Training(spec, mesh), _Engine(spec, mesh)
+    phase = functools.partial(PhaseProgram, _residents(spec, training, engine))
     return {
-        "init": _phase([], "sync", make_opt_init(training.optimizer, training.params), (training.params,), {}),
+        "init": PhaseProgram([], "sync", make_opt_init(training.optimizer, training.params), (training.params,), {}),
         **_rollout_programs(spec, training, engine, phase),
         **_update_programs(spec, training, phase),
     }
 
 
-class _AbstractRole(NamedTuple):
-    """The arrays of a model other than the policy."""
+class _Role:
+    """The abstract arrays of a model other than the policy."""
 
-    weights: AbstractParams
-    """Empty if they are the policy's own frozen weights."""
-    state: TrainState | None
-    """The model's training state; None if the model is not trained."""
-
-
-class _AbstractTraining(NamedTuple):
-    """The trainer's arrays and what its programs are made with."""
-
-    settings: TrainSettings
-    optimizer: GradientTransformation
-    params: AbstractParams
-    frozen: AbstractParams
-    state: TrainState
-    batch: Batch[jax.Array]
-    """A minibatch before it is scored."""
-    scored: Batch[jax.Array]
-    roles: Mapping[str, _AbstractRole]
-    compared: AbstractParams
-    """The head of a role whose distributions updates compute; empty without one, or if it is among `frozen`."""
+    def __init__(self, role: Role, settings: TrainSettings) -> None:
+        self.weights: AbstractParams = {}
+        """Empty if they are the policy's own frozen weights."""
+        self.state: TrainState | None = None
+        """The model's training state; None if the model is not trained."""
+        if role.weights == "policy_base":
+            return
+        trained = abstract_params(trained_specs(role.decoder), jnp.dtype(jnp.float32), settings.stored)
+        self.weights = abstract_frozen(role.decoder, settings.stored) | trained
+        if role.learning is not None:
+            self.state = abstract_state(self.weights, make_run_optimizer(role.learning.optimizer, role.decoder))
 
 
-def _abstract_training(spec: RunSpec, mesh: Mesh) -> _AbstractTraining:
-    decoder = spec.decoder
-    settings, optimizer = TrainSettings(decoder, mesh, spec.update), make_run_optimizer(spec.optimizer, decoder)
-    params = abstract_params(trained_specs(decoder), jnp.dtype(jnp.float32), settings.stored)
-    roles = {role.name: _abstract_role(role, settings) for role in spec.roles.values()}
-    compared = {} if spec.compared is None else roles[spec.compared.name].weights
-    width = 0 if spec.compared is None else spec.compared.decoder.width
-    return _AbstractTraining(
-        settings=settings,
-        optimizer=optimizer,
-        params=params,
-        frozen=abstract_frozen(decoder, settings.stored),
-        state=abstract_state(params, optimizer),
-        batch=abstract_batch(make_batch([], spec.batch)[0], settings.computing),
-        scored=abstract_scored(spec.batch, spec.recipe, settings, width=width),
-        roles=roles,
-        compared=compared_head(compared) if compared else {},
-    )
+class _Training:
+    """The trainer's abstract arrays, and what its programs are made with."""
+
+    def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
+        decoder, compared = spec.decoder, spec.compared
+        self.settings = TrainSettings(decoder, mesh, spec.update)
+        self.optimizer = make_run_optimizer(spec.optimizer, decoder)
+        self.params = abstract_params(trained_specs(decoder), jnp.dtype(jnp.float32), self.settings.stored)
+        self.frozen = abstract_frozen(decoder, self.settings.stored)
+        self.state = abstract_state(self.params, self.optimizer)
+        self.roles = {role.name: _Role(role, self.settings) for role in spec.roles.values()}
+        self.batch = abstract_batch(make_batch([], spec.batch)[0], self.settings.computing)
+        """A minibatch before it is scored."""
+        width = 0 if compared is None else compared.decoder.width
+        self.scored = abstract_scored(spec.batch, spec.recipe, self.settings, width=width)
+        weights = {} if compared is None else self.roles[compared.name].weights
+        self.compared = compared_head(weights) if weights else {}
+        """The head of a role whose distributions updates compute; empty without one, or if it is among `frozen`."""
 
 
-def _abstract_role(role: Role, settings: TrainSettings) -> _AbstractRole:
-    if role.weights == "policy_base":
-        return _AbstractRole({}, None)
-    trained = abstract_params(trained_specs(role.decoder), jnp.dtype(jnp.float32), settings.stored)
-    weights = abstract_frozen(role.decoder, settings.stored) | trained
-    if role.learning is None:
-        return _AbstractRole(weights, None)
-    return _AbstractRole(weights, abstract_state(weights, make_run_optimizer(role.learning.optimizer, role.decoder)))
-
-
-def _residents(spec: RunSpec, training: _AbstractTraining, engine: "_AbstractEngine") -> list[Resident]:
+def _residents(spec: RunSpec, training: _Training, engine: "_Engine") -> list[Resident]:
     """All arrays that stay on a device between programs."""
     state, frozen = training.state, training.frozen
     merged = spec.decoder.lora is not None and spec.decoder.lora.merged
@@ -170,7 +153,7 @@ def _residents(spec: RunSpec, training: _AbstractTraining, engine: "_AbstractEng
     ]
 
 
-def _rollout_programs(spec: RunSpec, training: _AbstractTraining, engine: "_AbstractEngine", phase: MakePhase) -> Found:
+def _rollout_programs(spec: RunSpec, training: _Training, engine: "_Engine", phase: MakePhase) -> Found:
     """The programs that take the rollout's weights from the trainer, make completions, and grade them."""
     decoder = spec.decoder
     synced: dict[str, object] = {"parameters": training.params}
@@ -189,7 +172,7 @@ def _rollout_programs(spec: RunSpec, training: _AbstractTraining, engine: "_Abst
     return found
 
 
-def _update_programs(spec: RunSpec, training: _AbstractTraining, phase: MakePhase) -> Found:
+def _update_programs(spec: RunSpec, training: _Training, phase: MakePhase) -> Found:
     """The programs that score a step's batch and train on it."""
     settings, batch, state, scored = training.settings, training.batch, training.state, training.scored
     score, train_step = make_train_programs(settings, spec.recipe, training.optimizer)
@@ -207,7 +190,7 @@ def _update_programs(spec: RunSpec, training: _AbstractTraining, phase: MakePhas
     return found | {"update": phase("update", train_step, arguments, own)}
 
 
-def _role_programs(spec: RunSpec, role: Role, training: _AbstractTraining, phase: MakePhase) -> Found:
+def _role_programs(spec: RunSpec, role: Role, training: _Training, phase: MakePhase) -> Found:
     """The program by which a role scores a batch and, if it is trained, the one that trains it."""
     settings, arrays, scored = training.settings, training.roles[role.name], training.scored
     # The policy's own frozen weights are those of a role without weights.
@@ -231,34 +214,21 @@ def _abstract_own_batch(spec: RunSpec, role: Role, settings: TrainSettings) -> B
     return abstract_batch(make_batch([], spec.batch_of(role))[0], settings.computing)
 
 
-class _AbstractEngine(NamedTuple):
-    """The rollout's programs and arrays."""
+class _Engine:
+    """The rollout's programs and abstract arrays."""
 
-    rules: ShardingRules
-    dtype: jnp.dtype
-    programs: EnginePrograms
-    weights: AbstractParams
-    frozen: list[jax.ShapeDtypeStruct]
-    """The weights among `weights` that no update changes."""
-    cache: Cache
-
-
-def _abstract_engine(spec: RunSpec, mesh: Mesh) -> _AbstractEngine:
-    decoder, rollout = spec.decoder, spec.rollout.settings
-    rules = rollout_rules(spec.rollout.layout, decoder, mesh)
-    dtype = jnp.dtype(spec.rollout.dtype)
-    programs = make_engine_programs(rollout, decoder, rules, dtype)
-    if rollout.layout == "legacy":
-        programs = programs._replace(extend=_with_all_logits(engine_decoder(decoder, rules), rules, dtype))
-    weights = abstract_weights(decoder, rules, dtype)
-    return _AbstractEngine(
-        rules=rules,
-        dtype=dtype,
-        programs=programs,
-        weights=weights,
-        frozen=[weight for name, weight in weights.items() if frozen_in_rollout(decoder, name)],
-        cache=abstract_engine_cache(rollout, decoder, rules, dtype),
-    )
+    def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
+        decoder, rollout = spec.decoder, spec.rollout.settings
+        self.rules = rules = rollout_rules(spec.rollout.layout, decoder, mesh)
+        self.dtype = dtype = jnp.dtype(spec.rollout.dtype)
+        self.programs = make_engine_programs(rollout, decoder, rules, dtype)
+        if rollout.layout == "legacy":
+            extend = _with_all_logits(engine_decoder(decoder, rules), rules, dtype)
+            self.programs = self.programs._replace(extend=extend)
+        self.weights = abstract_weights(decoder, rules, dtype)
+        self.frozen = [weight for name, weight in self.weights.items() if frozen_in_rollout(decoder, name)]
+        """The weights among `weights` that no update changes."""
+        self.cache = abstract_engine_cache(rollout, decoder, rules, dtype)
 
 
 def _with_all_logits(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dtype) -> ExtendProgram:
@@ -271,20 +241,6 @@ def _with_all_logits(decoder: DecoderConfig, rules: ShardingRules, dtype: jnp.dt
         return cache, rules.constrain(last, "batch", None)
 
     return cast(ExtendProgram, jax.jit(extend, donate_argnums=1))  # it is only lowered, never run: its results differ
-
-
-def _phase(
-    table: Iterable[Resident],
-    stage: Stage,
-    program: Lowerable,
-    arguments: tuple[object, ...],
-    own: Mapping[str, object],
-) -> PhaseProgram:
-    """Make a `PhaseProgram`; `own` are the residents that are among its arguments, by kind."""
-    sizes = {name: device_bytes(tree) for name, tree in own.items()}
-    residents = {name: size for name, size in held(table, stage, sizes).items() if size}
-    trace = functools.partial(program.trace, *arguments)
-    return PhaseProgram(trace=trace, arguments=arguments, residents=residents, own=sizes)
 
 
 def device_bytes(tree: object) -> int:

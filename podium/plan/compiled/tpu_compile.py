@@ -34,9 +34,10 @@ class TpuProgram:
 
     memory: Memory  # arguments and everything that the program allocates, including gaps between arrays
     refusal: OutOfMemory | None  # the error if it does not fit
-    text: str  # optimised HLO; empty only if the program was rejected before it was written
+    text: str = ""  # optimised HLO; empty only if the program was rejected before it was written
     whole: bool  # whether machine code was generated
     counted: Counted | None = None  # the compiler's own count of operations and bytes
+    compile_s: float = 0.0  # seconds that this took, once they are known
 
 
 def compile_tpu(lowered: "jax.stages.Lowered", *, whole: bool) -> TpuProgram:
@@ -75,7 +76,7 @@ def compile_tpu(lowered: "jax.stages.Lowered", *, whole: bool) -> TpuProgram:
         if text is None or total is None:
             if refusal is None:
                 raise RuntimeError("the compiler wrote no report of the memory that it assigned; plan with --fast")
-            return TpuProgram(memory=Memory(peak=refusal.needed, code=0), refusal=refusal, text="", whole=False)
+            return TpuProgram(memory=Memory(peak=refusal.needed, code=0), refusal=refusal, whole=False)
         program, compiled = text.read_text(), made[0] if made else None  # the compiler may end at any moment
         analysis = compiled.memory_analysis() if compiled else None
         code = analysis.generated_code_size_in_bytes if analysis else CODE_PER_TEXT * len(program)

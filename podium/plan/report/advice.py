@@ -35,9 +35,14 @@ def fit_advice(found: Fitted) -> str:
     if found.best is None:
         return "none of the settings that were tried fits"
     plan = found.best.plan
-    settings = " ".join(f"--set {shlex.quote(str(each))}" for each in found.best.case.changes)
+    settings = options(found.best)
     learned = f" (changes what is learned: {', '.join(map(str, found.learned))})" if found.learned else ""
     return f"{settings}{learned} {_fitting(plan)}" if settings else f"the settings as they are: {_fitting(plan)}"
+
+
+def options(outcome: Outcome) -> str:
+    """The changes of an outcome as options of the command."""
+    return " ".join(f"--set {shlex.quote(str(each))}" for each in outcome.case.changes)
 
 
 def _fitting(plan: Plan) -> str:

@@ -153,20 +153,16 @@ def check_run(folder: Path) -> list[CheckRow]:
         )
     memory = [value for line in steps if (value := line.get(PEAK))]
     return [
-        CheckRow(f"memory, {worst['name']}", "GiB", _exactly(worst["gib"]), max(memory, default=None)),
+        CheckRow(f"memory, {worst['name']}", "GiB", Seconds.exactly(worst["gib"]), max(memory, default=None)),
         CheckRow("step", "s", step, _median(steps, STEP)),
         *(CheckRow(part, "s", planned[part], _median(steps, MEASURED[part])) for part in MEASURED if part in planned),
-        CheckRow("completion tokens", "", _exactly(tokens), _median(steps, DRAWN)),
+        CheckRow("completion tokens", "", Seconds.exactly(tokens), _median(steps, DRAWN)),
     ]
 
 
 def _median(steps: Sequence[MetricsRecord], metric: str) -> float | None:
     found = [line[metric] for line in steps if metric in line and math.isfinite(line[metric])]
     return statistics.median(found) if found else None
-
-
-def _exactly(value: float) -> Seconds:
-    return Seconds(value=value, low=value, high=value)
 
 
 def check_object(run: str, rows: Sequence[CheckRow]) -> Object:

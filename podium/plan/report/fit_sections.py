@@ -1,10 +1,8 @@
 """The report of `--fit`: the settings, what each of them does, and what was tried."""
 
-import shlex
-
 import podium.plan.report.formatting as text
 from podium.config.show import to_yaml
-from podium.plan.report.advice import fit_advice
+from podium.plan.report.advice import fit_advice, options
 from podium.plan.report.sections import Line, ReportSection, Table
 from podium.plan.report.write import nested
 from podium.plan.request.candidate import Change
@@ -34,7 +32,7 @@ def fit_sections(found: Fitted, *, alone: bool = False) -> list[ReportSection]:
         heads = ("setting", "instead of", "without it, by the closed form")
         sections.append(ReportSection("what each does", (Table(heads=heads, rows=rows, text=frozenset({0, 1, 2})),)))
     if found.others:
-        rows = tuple((_options(each), _result(each.plan)) for each in found.others)
+        rows = tuple((options(each), _result(each.plan)) for each in found.others)
         heads = ("settings", "by the closed form")
         table = Table(heads=heads, rows=rows, text=frozenset({0, 1}))
         title = "what else would fit or be faster, and changes what is learned"
@@ -68,10 +66,6 @@ def _result(plan: Plan, best: Plan | None = None) -> str:
     if best is not None and best.step is not None:
         step += f" instead of {text.number(best.step.value)}"
     return f"{step}, {text.spare(plan)}"
-
-
-def _options(outcome: Outcome) -> str:
-    return " ".join(f"--set {shlex.quote(str(each))}" for each in outcome.case.changes)
 
 
 def _tried(each: Tried) -> tuple[str, str, str, str, str]:

@@ -135,17 +135,17 @@ RANGES = "seconds are a calibrated roofline, hence the ranges"
 
 def method_line(plan: Plan) -> str:
     """Which phases of a plan were compiled, which were only traced, and which are estimated."""
-    compiled = [phase.name for phase in plan.phases if phase.compiled]
-    traced = [phase.name for phase in plan.phases if phase.traced]
     estimated = [phase.name for phase in plan.phases if not (phase.compiled or phase.traced)]
-    if not compiled and not traced:
+    if len(estimated) == len(plan.phases):
         return f"everything is estimated by the closed form; {RANGES}"
-    found = (
-        [f"compiled for {plan.accelerator}: memory, operations and transfers of {joined(compiled)}"] if compiled else []
-    )
-    found += [f"traced, not compiled: {joined(traced)}"] if traced else []
-    found += [f"estimated by the closed form: {joined(estimated)}"] if estimated else []
-    return "; ".join((*found, RANGES))
+    made = {
+        f"compiled for {plan.accelerator}: memory, operations and transfers of": [
+            phase.name for phase in plan.phases if phase.compiled
+        ],
+        "traced, not compiled:": [phase.name for phase in plan.phases if phase.traced],
+        "estimated by the closed form:": estimated,
+    }
+    return "; ".join((*(f"{how} {joined(names)}" for how, names in made.items() if names), RANGES))
 
 
 def probe_text(peak: Peak, hbm_bytes: int) -> str:

@@ -5,7 +5,7 @@ Objects mirror the dataclasses of a plan, with fields renamed by `NAMES` and mem
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 from podium.accelerators import GIB
 from podium.plan.report.advice import advice_line
@@ -14,6 +14,9 @@ from podium.plan.result import Plan
 from podium.plan.search.fit import Fitted
 from podium.plan.search.largest import Largest
 from podium.plan.search.study import Outcome
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Object = dict[str, Any]
 NAMES = {
@@ -41,14 +44,7 @@ def plan_object(
     longest: Plan | None = None,
     fitted: Fitted | None = None,
 ) -> Object:
-    """One plan as an object.
-
-    Args:
-        entry: the plan.
-        suggestions: changes that help; None if none were requested.
-        longest: the plan in which every completion is as long as allowed, if the lengths were only assumed.
-        fitted: the settings that fit, if they were searched.
-    """
+    """One plan as an object; arguments are those of `plan_sections`, with `fitted` also if the run fits."""
     plan = entry.plan
     found = as_object(plan)
     del found["host"], found["environments"]  # listed among the parts of the step
@@ -116,13 +112,7 @@ def _values(outcome: Outcome) -> Object:
     return {change.key: change.value for change in outcome.case.changes}
 
 
-class Dataclass(Protocol):
-    """An instance of any dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-
-
-def as_object(value: Dataclass) -> Object:
+def as_object(value: "DataclassInstance") -> Object:
     """Convert a dataclass to an object, nested dataclasses included, renaming fields by `NAMES`."""
     return dataclasses.asdict(
         value, dict_factory=lambda fields: {NAMES.get(name, name): _plain(name, each) for name, each in fields}

@@ -21,14 +21,14 @@ MORE_OPERATIONS = 1.02  # ratio to the closed form's operations above which a no
 
 
 def explain(
-    run: RunSizes, accelerator: Accelerator, phases: Sequence[Phase], workload: Workload, replies: Replies | None = None
+    run: RunSizes, phases: Sequence[Phase], workload: Workload, replies: Replies | None = None
 ) -> tuple[str, ...]:
     """The notes of a plan, most important first; `replies` are the environment's replies in conversations."""
-    found = [*_verdict(phases, accelerator), *_recomputation(phases), *spread(phases), *_decode(phases, workload)]
+    found = [*_verdict(phases, run.accelerator), *_recomputation(phases), *spread(phases), *_decode(phases, workload)]
     found += _conversations(run, workload, replies)
-    host = (F32 * run.own_count + optimizer_bytes(run)) * accelerator.devices_per_host
+    host = (F32 * run.own_count + optimizer_bytes(run)) * run.accelerator.devices_per_host
     checkpoint = f"a checkpoint copies {host / GIB:.1f} GiB to each host's memory"
-    return (*found, *_padding(run), *_rollout(run, workload), *_reduction(run), *_offload(run, accelerator), checkpoint)
+    return (*found, *_padding(run), *_rollout(run, workload), *_reduction(run), *_offload(run), checkpoint)
 
 
 def _verdict(phases: Sequence[Phase], accelerator: Accelerator) -> Iterator[str]:
@@ -121,9 +121,8 @@ def _reduction(run: RunSizes) -> Iterator[str]:
         )
 
 
-def _offload(run: RunSizes, accelerator: Accelerator) -> Iterator[str]:
-    streams = run.update.remat == "offload"
-    moments = offloaded_bytes(run)
+def _offload(run: RunSizes) -> Iterator[str]:
+    accelerator, streams, moments = run.accelerator, run.update.remat == "offload", offloaded_bytes(run)
     if streams:
         inputs = run.decoder.layers * run.tokens * run.decoder.width * run.activation
         yield (

@@ -128,8 +128,6 @@ def plan_sections(
 def comparison_sections(entries: Sequence[Outcome], refused: Sequence[Outcome]) -> list[ReportSection]:
     """A table of plans, best first, each with the reason for its place; then the cases that could not be planned."""
     failed = [Line(label=each.label, text=f"cannot be planned: {each.error}") for each in refused]
-    if not entries:
-        return [ReportSection("", tuple(failed))]
     best, rule = entries[0], f"fewest {'dollars' if by_price(entries) else 'chip-seconds'} per step"
     first = Line(text=f"{best.label} is best ({rule}): {text.verdict_line(best.plan)}", verdict=best.plan.verdict)
     reasons = [Line(label=each.label, text=each.reason) for each in entries if each.reason]

@@ -27,10 +27,7 @@ from podium.models.architecture import DecoderConfig
 from podium.models.blocks.kind import StateSpec, Work
 from podium.models.blocks.spec import ParamSpec, ParamSpecs, is_matrix
 from podium.models.layouts import Layout, group_bytes
-from podium.models.params import (
-    param_specs,
-    trained_specs,
-)
+from podium.models.params import param_specs, trained_specs
 from podium.plan.request.candidate import Change, Value
 from podium.plan.request.planned_rows import ShapeShare
 from podium.plan.request.workload import SequenceLengths, draw_lengths
@@ -43,7 +40,8 @@ from podium.run.run_spec import Role, RunSpec, UpdateSpec
 F32 = 4
 ENDS = ("embed", "head")
 """Weights outside the layers with a vocabulary dimension."""
-ITEMSIZES = {"float32": F32, "bfloat16": 2}
+ITEMSIZES = {"float32": F32, "bfloat16": 2, "int8": 1, "uint8": 1}
+"""Bytes of a number in each format."""
 AnySection = TypeVar("AnySection", bound=Section)
 Parts = Mapping[str, int]  # logical axis -> number of parts it is split into
 
@@ -191,11 +189,6 @@ class RunSizes:
         return self.mesh["tp"]
 
     @property
-    def dp(self) -> int:
-        """Number of copies of the weights (data parallelism)."""
-        return self.mesh["dp"]
-
-    @property
     def batch_shards(self) -> int:
         """Number of devices that the rows of a micro-batch are split over."""
         return self.train_parts["batch"]
@@ -288,21 +281,17 @@ class RunSizes:
     @functools.cached_property
     def state_bytes(self) -> int:
         """Bytes of one sequence's recurrent states, over all layers that have one, on one device."""
-        parts = self.rollout_parts
 
         def count(state: StateSpec) -> int:
-            pairs = zip(state.shape, state.axes, strict=True)
-            numbers = math.prod(size if axis is None else -(-size // parts.get(axis, 1)) for size, axis in pairs)
-            return numbers * (ITEMSIZES[state.dtype] if state.dtype else self.rollout_activation)
+            number = ITEMSIZES[state.dtype] if state.dtype else self.rollout_activation
+            return local_count(state, self.rollout_parts) * number
 
         return self.decoder.total(lambda work: sum(map(count, work.states)))
 
     @functools.cached_property
     def cache_bytes(self) -> int:
         """Bytes of the cache on one device: pages, a hidden state per page, and cells of recurrent states."""
-        decoder = self.decoder
-        rollout = self.rollout
-        shards = self.rollout_shards
+        decoder, rollout, shards = self.decoder, self.rollout, self.rollout_shards
         pages = self._kv_bytes(lambda kept: kv_pages(kept, decoder, rollout, shards) // shards * rollout.page_tokens)
         hidden = self.cache_tokens // rollout.page_tokens * decoder.width * self.rollout_activation
         return pages + hidden + num_cells(decoder, rollout) // shards * self.state_bytes
@@ -347,7 +336,7 @@ class RunSizes:
         """Numbers of parameters of all layers, and of embedding and head, on one device once they are gathered."""
         parts = self._parts(params.GATHERED_AXES)
         ends = ends_count(self.decoder, parts)
-        return sum(self._counts(parts)) - ends, ends
+        return sum(local_count(spec, parts) for spec in param_specs(self.decoder).values()) - ends, ends
 
     @property
     def gathered_in_rollout(self) -> int:
@@ -385,9 +374,6 @@ class RunSizes:
         weights = {name for axis in names for name in params.mesh_axis_names(axes.get(axis))}
         width = set(params.mesh_axis_names(axes.get("width")))
         return self._devices(weights & sequences), self._devices(width - sequences)
-
-    def _counts(self, parts: Parts) -> list[int]:
-        return [local_count(spec, parts) for spec in param_specs(self.decoder).values()]
 
     def _parts(self, axes: Mapping[str, params.MeshAxes]) -> Parts:
         return params.axis_parts(axes, self.mesh)
@@ -513,8 +499,7 @@ def rollout_bytes(run: RunSizes, specs: ParamSpecs) -> int:
 
 def rollout_number(run: RunSizes, name: str) -> int:
     """Bytes of a number of this weight in the rollout."""
-    sizes = {"int8": 1, "uint8": 1, "float32": F32}
-    return sizes.get(params.rollout_dtype(name, run.decoder, ""), run.rollout_activation)
+    return ITEMSIZES[params.rollout_dtype(name, run.decoder, run.spec.rollout.dtype)]
 
 
 def cast_bytes(run: RunSizes) -> int:
@@ -525,8 +510,8 @@ def cast_bytes(run: RunSizes) -> int:
     )
 
 
-def local_count(spec: ParamSpec, parts: Parts) -> int:
-    """Number of a parameter's elements on one device; `parts` says how each logical axis is split."""
+def local_count(spec: ParamSpec | StateSpec, parts: Parts) -> int:
+    """Number of elements of a parameter, or a state, on one device; `parts` says how each logical axis is split."""
     return math.prod(-(-dim // parts.get(axis or "", 1)) for dim, axis in zip(spec.shape, spec.axes, strict=True))
 
 
@@ -561,9 +546,7 @@ def _moment_count(name: str, spec: ParamSpec, local: int) -> int:
         return 2 * local
     if name in ("lion", "sgd"):
         return local
-    if (
-        name == "muon"
-    ):  # one moment for orthogonalised matrices (`podium.train.optimizer.transforms`), Adam's two for others
+    if name == "muon":  # one moment for matrices that it makes orthogonal, Adam's two for others
         return local if is_matrix(spec) and "vocab" not in spec.axes else 2 * local
     if not _is_factored(spec):
         return local + 2

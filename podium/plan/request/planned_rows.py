@@ -3,14 +3,14 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from podium.config.attention_blocks import KERNELS, Backend, cut
 from podium.models.attention.mask_rule import block_pairs
-from podium.plan.request.workload import SequenceLengths, content
+from podium.plan.request.workload import SequenceLengths
 from podium.run.run_spec import BatchSizes, RowShape
 from podium.train.batches.balance import Lengths
 from podium.train.batches.packing import Chunk
@@ -47,18 +47,7 @@ class PackedStep(NamedTuple):
     """Tokens that a step trains on, and each group's prompt once."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Packing:
-    """The settings that determine how a step's completions are packed."""
-
-    content: Hashable
-    lengths: SequenceLengths = dataclasses.field(compare=False)
-    sizes: BatchSizes
-    minibatches: int
-    attention: Backend
-    chooses: bool
-
-
+@functools.lru_cache(maxsize=64)
 def packed_step(
     lengths: SequenceLengths, sizes: BatchSizes, *, minibatches: int, attention: Backend, chooses: bool = True
 ) -> PackedStep:
@@ -66,36 +55,22 @@ def packed_step(
 
     The shapes are those that a run chooses whose first step this is; unless it `chooses`, the config's own alone.
     """
-    return _packed_step(
-        _Packing(
-            content=content(lengths),
-            lengths=lengths,
-            sizes=sizes,
-            minibatches=minibatches,
-            attention=attention,
-            chooses=chooses,
-        )
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _packed_step(given: _Packing) -> PackedStep:
-    own = given.sizes
-    sizes = chosen_sizes(given.lengths, own, given.minibatches) if given.chooses else own
-    steps = [given.lengths, *(_resampled(given.lengths, seed) for seed in range(1, JUDGED))]
-    batches = [samples for step in steps for samples in optimizer_steps(step, given.minibatches)]
+    own = sizes
+    sizes = chosen_sizes(lengths, own, minibatches) if chooses else own
+    steps = [lengths, *(_resampled(lengths, seed) for seed in range(1, JUDGED))]
+    batches = [samples for step in steps for samples in optimizer_steps(step, minibatches)]
     counts = {shape: np.zeros(4) for shape in (own.shape, *sizes.rules.shapes)}  # updates, micro-batches, blocks
     own_places = 0
     for samples in batches:
         found = pack(samples, sizes)
-        counts[found.sizes.shape] += (1, found.micro_batches, *attended_blocks(found, samples, given.attention))
+        counts[found.sizes.shape] += (1, found.micro_batches, *attended_blocks(found, samples, attention))
         alone = found if found.sizes.shape == own.shape else pack(samples, own)
         own_places += alone.micro_batches * own.rows * own.row_tokens
     micro_batches = float(sum(count[1] for count in counts.values()))
     shares: list[ShapeShare] = []
     for shape, count in counts.items():
         updates, number, seen, blocks = count.tolist()
-        attended = seen / blocks if blocks and given.attention in KERNELS.values() else 1.0
+        attended = seen / blocks if blocks and attention in KERNELS.values() else 1.0
         shares.append(ShapeShare(shape, updates / len(batches), number / max(micro_batches, 1.0), attended))
     return PackedStep(
         shapes=tuple(shares),

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import podium.plan.closed_form.estimate as closed_form
 from podium.config.sizes import steps_at_once
@@ -89,18 +88,17 @@ def rollout_calls(run: RunSizes, workload: Workload) -> list[Call]:
     return found
 
 
-class _Rows(NamedTuple):
-    """The batches of a step whose micro-batches have one shape."""
+class _Rows:
+    """The batches of a step whose micro-batches have one shape; a shape that no step takes still has programs."""
 
-    run: RunSizes
-    """The run in this shape."""
-    shape: RowShape | None
-    """None: the config's own."""
-    batches: float
-    """Batches of optimizer steps, in a step."""
-    rounds: float
-    """Micro-batches of each."""
-    attended: float
+    def __init__(self, run: RunSizes, share: ShapeShare, micro_batches: float) -> None:
+        self.run, self.attended = run.in_shape(share), share.attended
+        self.shape = None if share.shape == run.spec.batch.shape else share.shape
+        """None: the config's own."""
+        self.batches = run.spec.recipe.minibatches * share.updates
+        """Batches of optimizer steps, in a step."""
+        self.rounds = micro_batches * share.micro_batches / self.batches if self.batches else 1.0
+        """Micro-batches of each."""
 
     def call(self, program: str, form: PhaseEstimate, times: float = 1.0) -> Call:
         """The calls of a program that runs `times` times on each of these batches."""
@@ -113,14 +111,14 @@ class _Rows(NamedTuple):
 def update_calls(run: RunSizes, micro_batches: float) -> list[Call]:
     """The programs that score a step's batch and train on it, for every shape of the run."""
     recipe, own = run.spec.recipe, run.spec.batch.shape
-    rows = [_rows(run, share, micro_batches) for share in run.shapes or (ShapeShare(own),)]
+    rows = [_Rows(run, share, micro_batches) for share in run.shapes or (ShapeShare(own),)]
     mismatched = 2 if recipe.data_form == "label" else 0  # KTO's KL: two models score other rows' completions
     scores = len(recipe.scorers) + mismatched
     made = [each.call(SCORE, closed_form.score_phase(each.run), scores) for each in rows] if scores else []
     for role in run.spec.scoring_models:
         if (alone := run.own_rows.get(role.name)) is not None:
             whole = ShapeShare(own, attended=alone.attended)
-            found = _rows(run, whole, micro_batches * alone.micro_batches)
+            found = _Rows(run, whole, micro_batches * alone.micro_batches)
             made.append(found.call(role.phase, closed_form.role_phase(run, role)))
         elif role.phase != SCORE:
             made += [each.call(role.phase, closed_form.role_phase(each.run, role)) for each in rows]
@@ -132,14 +130,6 @@ def update_calls(run: RunSizes, micro_batches: float) -> list[Call]:
     return made + [
         each.call("update", closed_form.update_phase(each.run, each.rounds), recipe.updates_per_batch) for each in rows
     ]
-
-
-def _rows(run: RunSizes, share: ShapeShare, micro_batches: float) -> _Rows:
-    """The batches of one shape; a shape that no step takes still has programs."""
-    batches, own = run.spec.recipe.minibatches * share.updates, run.spec.batch.shape
-    rounds = micro_batches * share.micro_batches / batches if batches else 1.0
-    shape = None if share.shape == own else share.shape
-    return _Rows(run.in_shape(share), shape, batches, rounds, share.attended)
 
 
 def shaped(program: str, shape: RowShape | None) -> str:

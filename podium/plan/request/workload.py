@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +29,9 @@ from podium.sampling.conversations.carry import chosen
 TEMPLATE_TOKENS = 38
 QUESTION_MEDIAN = 57
 QUESTION_SIGMA = 0.35
-PLACEMENT = {"layout", "group_chips", "dtype"}
-"""Settings of the rollout that its scheduler does not read."""
+PLACEMENT = {"layout": "auto", "group_chips": None, "dtype": "auto"}
+"""Settings of the rollout that its scheduler does not read, at their defaults: machines with as many shards share
+simulations."""
 STEPS_BEFORE, STEPS_COUNTED = 2, 3  # simulated and counted steps if completions are carried over between steps
 # Completions have mean 200 under their cap and log-deviation 0.6; half of the variance is between questions.
 COMPLETION_MEAN, COMPLETION_SIGMA = 200, 0.6
@@ -50,9 +51,9 @@ class Replies(NamedTuple):
     """Time that each reply takes; replies to different conversations overlap."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceLengths:
-    """Lengths in tokens of the prompts and completions of one step."""
+    """Lengths in tokens of the prompts and completions of one step; equal if all lengths are."""
 
     prompts: np.ndarray  # [N] int
     completions: np.ndarray  # [N, G] int, of conversations: answers and replies together
@@ -75,19 +76,30 @@ class SequenceLengths:
         replies = self.replies
         return self.completions if replies is None else self.completions - (replies.turns - 1) * replies.tokens
 
+    @functools.cached_property
+    def _content(self) -> tuple[object, ...]:
+        arrays = (self.prompts, self.completions, self.demonstrations, self.greedy)
+        return self.replies, *(None if x is None else (x.shape, x.tobytes()) for x in arrays)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SequenceLengths) and self._content == other._content
+
+    def __hash__(self) -> int:
+        return hash(self._content)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
     """The work of one rollout, as the engine counts it."""
 
-    prefill_calls: dict[int, int]  # by chunk length
-    prefill_tokens: int  # tokens prefilled: the prompts', and more if sequences are prefilled again
-    copy_calls: int
-    copied_pages: int
-    decodes: dict[int, tuple[int, int, float]]
+    prefill_calls: dict[int, int] = dataclasses.field(default_factory=dict[int, int])  # by chunk length
+    prefill_tokens: int = 0  # tokens prefilled: the prompts', and more if sequences are prefilled again
+    copy_calls: int = 0
+    copied_pages: int = 0
+    decodes: dict[int, tuple[int, int, float]] = dataclasses.field(default_factory=dict[int, tuple[int, int, float]])
     """By slots of the decode program: calls, steps, and the longest context of any slot, averaged over steps."""
-    occupied_slot_steps: int  # slots whose step drew a token that is kept, summed over steps
-    mean_context: float  # tokens that an occupied slot attends to, including its own, averaged over slots and steps
+    occupied_slot_steps: int = 0  # slots whose step drew a token that is kept, summed over steps
+    mean_context: float = 0.0  # tokens that an occupied slot attends to, its own included, on average
     prompt_tokens: int
     completion_tokens: int
     completions: int
@@ -200,13 +212,6 @@ def longer_prompts(lengths: SequenceLengths, tokens: int) -> SequenceLengths:
 def no_rollout(lengths: SequenceLengths) -> Workload:
     """The workload of a step that learns from completions in the data: nothing is generated."""
     return Workload(
-        prefill_calls={},
-        prefill_tokens=0,
-        copy_calls=0,
-        copied_pages=0,
-        decodes={},
-        occupied_slot_steps=0,
-        mean_context=0.0,
         prompt_tokens=int(lengths.prompts.sum()),
         completion_tokens=int(lengths.drawn.sum()),
         completions=lengths.completions.size,
@@ -237,38 +242,16 @@ def simulate_rollout(
     if clock is not None:
         device = SimulatedDevice(rollout, shards, overlap=overlap, calls=at_once, clock=clock)
         return _Rollouts(lengths, device, reply_s=lengths.replies.seconds if lengths.replies else 0.0).run()
-    given = (content(lengths), rollout.model_dump_json(exclude=PLACEMENT))
-    simulation = _Simulation(
-        content=given, lengths=lengths, rollout=rollout, shards=shards, overlap=overlap, at_once=at_once
-    )
-    return _simulated(simulation)
-
-
-def content(lengths: SequenceLengths) -> Hashable:
-    """A value that is equal for equal lengths."""
-    arrays = (lengths.prompts, lengths.completions, lengths.demonstrations)
-    return tuple((x.shape, x.tobytes()) for x in arrays if x is not None), lengths.replies
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Simulation:
-    """A simulation without a clock. Several machines whose meshes have as many shards share it."""
-
-    content: Hashable
-    """A value that is equal for equal lengths and rollout settings."""
-    lengths: SequenceLengths = dataclasses.field(compare=False)
-    rollout: RolloutConfig = dataclasses.field(compare=False)
-    shards: int
-    overlap: bool
-    at_once: int
-    """Decode calls that are simulated as one."""
+    return _simulated(lengths, rollout.model_copy(update=PLACEMENT), shards, overlap=overlap, at_once=at_once)
 
 
 @functools.lru_cache(maxsize=64)
-def _simulated(given: _Simulation) -> Workload:
-    clock = Clock({}, {})
-    device = SimulatedDevice(given.rollout, given.shards, overlap=given.overlap, calls=given.at_once, clock=clock)
-    return _Rollouts(given.lengths, device, reply_s=0.0).run()
+def _simulated(
+    lengths: SequenceLengths, rollout: RolloutConfig, shards: int, *, overlap: bool, at_once: int
+) -> Workload:
+    """Simulate without a clock, with `at_once` decode calls as one."""
+    device = SimulatedDevice(rollout, shards, overlap=overlap, calls=at_once, clock=Clock({}, {}))
+    return _Rollouts(lengths, device, reply_s=0.0).run()
 
 
 def _gsm8k_prompts(rng: np.random.Generator, prompts: int, longest: int) -> np.ndarray:

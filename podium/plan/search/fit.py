@@ -16,7 +16,7 @@ from podium.config.optimizer import OPTIMIZER_COPIES
 from podium.plan.compiled.compile import CompilerError
 from podium.plan.request.candidate import Case, Change, Changes
 from podium.plan.result import Plan
-from podium.plan.search.fit_candidates import WORTH, Choice, Half, Halves
+from podium.plan.search.fit_candidates import WORTH, Choice, Half, Halves, Pair
 from podium.plan.search.study import Outcome, Study
 
 MOST_PROGRAMS = 6  # programs that are compiled alone
@@ -156,24 +156,7 @@ class Fit:
             open_phases = choice.open_phases(pair) if programs < MOST_PROGRAMS else {}
             if open_phases:
                 programs += len(open_phases)
-                try:
-                    peaks = self.study.peaks([(changed, (phase,)) for phase in open_phases])
-                except ConfigError:
-                    choice.drop(pair)
-                    continue
-                for (phase, half), peak in zip(open_phases.items(), peaks, strict=True):
-                    choice.learn(half, phase, peak.bytes, refused=peak.refused)
-                    fits = choice.need(half) <= choice.limit(pair.place)
-                    self.tried.append(
-                        Tried(
-                            changed.changes,
-                            phase,
-                            bytes=peak.bytes,
-                            fits=fits,
-                            seconds=pair.seconds,
-                            made_by=peak.made_by,
-                        )
-                    )
+                self._compile(choice, changed, pair, open_phases)
                 continue
             (found,) = self.study.outcomes([changed], largest=True)
             if found.known is None:
@@ -196,17 +179,26 @@ class Fit:
                 peak = None
             choice.correct(half, phase, peak and peak.bytes)
 
+    def _compile(self, choice: Choice, case: Case, pair: Pair, halves: Mapping[str, Half]) -> None:
+        """Compile single programs of a pair, and record what was found."""
+        try:
+            peaks = self.study.peaks([(case, (phase,)) for phase in halves])
+        except ConfigError:
+            choice.drop(pair)
+            return
+        for (phase, half), peak in zip(halves.items(), peaks, strict=True):
+            choice.learn(half, phase, peak.bytes, refused=peak.refused)
+            fits = choice.need(half) <= choice.limit(pair.place)
+            tried = Tried(case.changes, phase, bytes=peak.bytes, fits=fits, seconds=pair.seconds, made_by=peak.made_by)
+            self.tried.append(tried)
+
     def _note(self, found: Outcome) -> None:
         """Record a whole plan among the settings that were tried."""
-        plan = found.plan
+        plan, worst, changes = found.plan, found.plan.worst, found.case.changes
         made_by = {"estimated": "closed form", "traced": "trace", "compiled": "whole plan"}[plan.made]
         seconds = plan.step.value if plan.step else 0.0
         fits = plan.verdict == "fits"
-        self.tried.append(
-            Tried(
-                found.case.changes, plan.worst.name, bytes=plan.worst.bytes, fits=fits, seconds=seconds, made_by=made_by
-            )
-        )
+        self.tried.append(Tried(changes, worst.name, bytes=worst.bytes, fits=fits, seconds=seconds, made_by=made_by))
 
     def _undone(self, best: Outcome) -> list[Outcome]:
         """For each change, the best settings without it, by the closed form; with the best ones as the plan before."""

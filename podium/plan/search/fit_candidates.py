@@ -15,7 +15,7 @@ from podium.config.schema import Remat
 from podium.config.sizes import check_split, table_pages
 from podium.plan.calibration import find_chip
 from podium.plan.closed_form.estimate import decode_phase
-from podium.plan.planned_device import Device, closed_form_roofline
+from podium.plan.planned_device import Device
 from podium.plan.planner import is_compiled
 from podium.plan.request.candidate import Change, Changes, Value
 from podium.plan.request.phase_sizes import Planned, RunSizes
@@ -293,9 +293,7 @@ class Halves:
         held = run.cache_tokens * run.rollout_shards / (prompt + tokens)
         steps = max(float(drawn.max()), float(drawn.sum()) / min(run.rollout.slots, held))
         form = decode_phase(run, run.rollout.slots, prompt + tokens / 2)
-        step, _ = self.device.timed(
-            "decode", lambda chip, links: [(1.0, closed_form_roofline(form, run, chip.peaks, links))]
-        )
+        step, _ = self.device.closed_form_seconds([(1.0, form)], run)
         peak, phase = max((call.closed_form.total, call.phase) for call in calls if call.closed_form is not None)
         return _Rough(changes, run, peak, phase, step.value * steps if step else 0.0)
 

@@ -1,10 +1,8 @@
 """Explains why one plan is better than another, by the counts that differ."""
 
-from collections.abc import Callable, Sequence
-
 from podium.hlo.collectives import KINDS
 from podium.plan.report.formatting import LIMITS, LITTLE, data_size, exact_gib, gib, number, readable
-from podium.plan.result import Plan, part_of
+from podium.plan.result import Phase, Plan, part_of
 
 ALIKE = 0.01  # differences below this share of a step's seconds are ignored
 MUCH = 1.05  # counts whose ratio is above this explain a difference
@@ -17,10 +15,11 @@ def difference(plan: Plan, other: Plan) -> str:
         return _memory_difference(plan, other)
     if plan.step is None or other.step is None or abs(plan.step.value - other.step.value) < ALIKE * other.step.value:
         return "as fast; " + _memory_difference(plan, other)
-    pairs = [_Pair(plan, other, name) for name in (HOST, *(phase.name for phase in plan.phases))]
-    pair = max((each for each in pairs if each.comparable), key=lambda each: abs(each.seconds[0] - each.seconds[1]))
-    cause = next(text for applies, text in CAUSES if applies(pair))
-    return f"{pair.name} {number(pair.seconds[0])} s against {number(pair.seconds[1])}: {cause(pair)}"
+    names = [HOST, *(phase.name for phase in plan.phases if other.find_phase(phase.name))]
+    pairs = {name: (_Part(plan, name), _Part(other, name)) for name in names}
+    name = max(pairs, key=lambda name: abs(pairs[name][0].seconds - pairs[name][1].seconds))
+    mine, theirs = pairs[name]
+    return f"{name} {number(mine.seconds)} s against {number(theirs.seconds)}: {_cause(name, mine, theirs)}"
 
 
 def _memory_difference(plan: Plan, other: Plan) -> str:
@@ -37,51 +36,35 @@ def _memory_difference(plan: Plan, other: Plan) -> str:
     )
 
 
-class _Pair:
-    """One part of a step in two plans; in each pair of figures, the first is of `plan` and the second of `other`."""
+class _Part:
+    """One part of a step in one plan: a phase, or what the host does."""
 
-    def __init__(self, plan: Plan, other: Plan, name: str) -> None:
-        self.name = name
-        self.unit = _unit(name)
-        plans = plan, other
-        self.phases = [each.find_phase(name) for each in plans]
-        self.comparable = name == HOST or None not in self.phases
-        times = [
-            each.host if name == HOST else phase and phase.seconds
-            for each, phase in zip(plans, self.phases, strict=True)
-        ]
-        self.seconds = [time.value if time else 0.0 for time in times]
-        known = [phase for phase in self.phases if phase is not None]
-        self.calls = [_calls(each, name) for each in plans]
-        self.flops = [phase.flops for phase in known]
-        self.sent = [
-            sum(each.sent for each in phase.collectives) / n for phase, n in zip(known, self.calls, strict=False)
-        ]
-        slower = max(known, key=lambda phase: phase.seconds.value if phase.seconds else 0.0, default=None)
-        self.limit = slower.bound_by if slower else ""
-
-    @property
-    def transfers_differ(self) -> bool:
-        """Whether the bytes sent per call differ enough to explain the difference."""
-        return self.name != HOST and max(self.sent) > LITTLE and _differ(self.sent)
-
-    def verb(self, which: int) -> str:
-        """A verb for the phase's largest transfer, such as `gathers`; `which` selects the plan."""
-        phase = self.phases[which]
-        assert phase is not None
-        return KINDS[max(phase.collectives, key=lambda each: each.sent).kind].does
+    def __init__(self, plan: Plan, name: str) -> None:
+        phase = plan.find_phase(name)
+        time, transfers = (plan.host, ()) if phase is None else (phase.seconds, phase.collectives)
+        self.seconds = time.value if time else 0.0
+        self.calls = _calls(plan, phase)
+        self.flops = phase.flops if phase else 0.0
+        self.sent = sum(each.sent for each in transfers) / self.calls
+        """Bytes that a device sends per unit."""
+        largest = max(transfers, key=lambda each: each.sent, default=None)
+        self.verb = KINDS[largest.kind].does if largest else ""
+        """What its largest transfer does, such as `gathers`."""
+        self.limit = phase.bound_by if phase else ""
+        """What bounds most of its seconds."""
 
 
-def _calls(plan: Plan, name: str) -> float:
-    """The number of units of a part (see `_unit`) in a step; a `token` of decoding is one step of all slots."""
-    if name == HOST:
-        return float(sum(phase.calls for phase in plan.phases)) or 1.0
-    if name == "decode":
+def _calls(plan: Plan, phase: Phase | None) -> float:
+    """The number of units (see `_unit`) of a phase in a step, or of all calls; a `token` of decoding is one step of all
+    slots.
+    """
+    if phase is None:
+        return float(sum(each.calls for each in plan.phases)) or 1.0
+    if phase.name == "decode":
         return float(plan.workload.decode_steps) or 1.0
-    if part_of(name) in ("score", "update"):
+    if part_of(phase.name) in ("score", "update"):
         return float(plan.micro_batches) or 1.0
-    phase = plan.find_phase(name)
-    return float(phase.calls if phase else 0) or 1.0
+    return float(phase.calls) or 1.0
 
 
 def _unit(name: str) -> str:
@@ -91,40 +74,31 @@ def _unit(name: str) -> str:
     return "micro-batch" if name != HOST and part_of(name) in ("reward", "score", "update") else "call"
 
 
-def _differ(figures: Sequence[float]) -> bool:
-    return max(figures) > MUCH * min(figures)
+def _cause(name: str, mine: _Part, theirs: _Part) -> str:
+    """What makes a part of a step slower or faster: the first count that differs enough, in order of precedence."""
+    unit = _unit(name)
+    limit = max(mine, theirs, key=lambda part: part.seconds).limit
+    transfers = max(mine.sent, theirs.sent) > LITTLE and _differ(mine.sent, theirs.sent)
+    if transfers and limit in ("ici", "latency"):
+        return _transfers(mine, theirs, unit)
+    if limit == "compute" and _differ(mine.flops, theirs.flops):
+        return f"{mine.flops / theirs.flops:.2f} times the operations" if theirs.flops else "operations against none"
+    if name == HOST or _differ(mine.calls, theirs.calls):
+        units = "micro-batches" if unit == "micro-batch" else f"{unit}s"
+        return f"{mine.calls:,.0f} {units} against {theirs.calls:,.0f}"
+    if transfers:
+        return _transfers(mine, theirs, unit)
+    each, others = (number(1000 * part.seconds / part.calls) for part in (mine, theirs))
+    return f"{each} ms per {unit} against {others}" + (f", bound by {LIMITS[limit]}" if limit else "")
 
 
-def _calls_cause(pair: _Pair) -> str:
-    unit = "micro-batches" if pair.unit == "micro-batch" else f"{pair.unit}s"
-    return f"{pair.calls[0]:,.0f} {unit} against {pair.calls[1]:,.0f}"
+def _differ(mine: float, theirs: float) -> bool:
+    return max(mine, theirs) > MUCH * min(mine, theirs)
 
 
-def _operations_cause(pair: _Pair) -> str:
-    mine, theirs = pair.flops
-    return f"{mine / theirs:.2f} times the operations" if theirs else "operations against none"
-
-
-def _transfers_cause(pair: _Pair) -> str:
+def _transfers(mine: _Part, theirs: _Part, unit: str) -> str:
     """The difference in bytes sent: `gathers 4.25 GB per token between devices, the other gathers none`."""
-    sent, others_sent = pair.sent
-    if sent <= LITTLE:
-        return f"sends nothing between devices, the other {pair.verb(1)} {data_size(others_sent)} per {pair.unit}"
-    theirs = data_size(others_sent) if others_sent > LITTLE else f"{pair.verb(0)} none"
-    return f"{pair.verb(0)} {data_size(sent)} per {pair.unit} between devices, the other {theirs}"
-
-
-def _time_cause(pair: _Pair) -> str:
-    mine, theirs = (number(1000 * time / calls) for time, calls in zip(pair.seconds, pair.calls, strict=True))
-    return f"{mine} ms per {pair.unit} against {theirs}" + (f", bound by {LIMITS[pair.limit]}" if pair.limit else "")
-
-
-CAUSES: Sequence[tuple[Callable[[_Pair], bool], Callable[[_Pair], str]]] = (
-    (lambda pair: pair.name == HOST, _calls_cause),
-    (lambda pair: pair.transfers_differ and pair.limit in ("ici", "latency"), _transfers_cause),
-    (lambda pair: pair.limit == "compute" and _differ(pair.flops), _operations_cause),
-    (lambda pair: _differ(pair.calls), _calls_cause),
-    (lambda pair: pair.transfers_differ, _transfers_cause),
-    (lambda pair: True, _time_cause),
-)
-"""Causes that can make a part of a step slower, in order of precedence, each with the function that describes it."""
+    if mine.sent <= LITTLE:
+        return f"sends nothing between devices, the other {theirs.verb} {data_size(theirs.sent)} per {unit}"
+    others = data_size(theirs.sent) if theirs.sent > LITTLE else f"{mine.verb} none"
+    return f"{mine.verb} {data_size(mine.sent)} per {unit} between devices, the other {others}"

@@ -17,11 +17,10 @@ from rich.text import Text
 from podium.accelerators import Accelerator, find_accelerator
 from podium.config.load import Override
 from podium.plan.calibration import find_chip
-from podium.plan.compiled.compile import OnProgress, compile_jobs
-from podium.plan.compiled.compile_progress import follow
+from podium.plan.compiled.compile import CompileProgress, OnProgress, compile_jobs
 from podium.plan.compiled.compile_worker import CompiledPhase, Job
 from podium.plan.planner import compiling_rank, is_compiled, make_jobs, make_plan
-from podium.plan.report.formatting import probe_text
+from podium.plan.report.formatting import probe_text, verdict_line
 from podium.plan.request.candidate import Case
 from podium.plan.request.phase_sizes import Planned
 from podium.plan.request.plan_subject import Subject, given
@@ -115,7 +114,8 @@ class Study:
             steps: steps to price; None: the run's own number.
             prices: prices by generation of chips; None: outcomes have no cost.
         """
-        self.subject, self.lengths, self.by = subject, lengths, by
+        self.subject, self.lengths = subject, lengths
+        self.by: By = by
         self.steps, self.prices = steps, prices
         self._stderr = Console(stderr=True)
         self._defaults: dict[Accelerator, tuple[Override, ...]] = {}
@@ -197,12 +197,10 @@ class Study:
         check_divisible(run.sizes.spec)
         if closed_form or self.by == "closed_form":
             return make_plan(run, by="closed_form", lengths=drawn)
-        if self.by == "trace":
-            with self._following("tracing", case.machine) as progress:
-                return make_plan(run, by="trace", lengths=drawn, progress=progress)
-        estimated = None if lengths else lambda: self.plan(case, closed_form=True)
-        with self._following("planning", case.machine, estimated) as progress:
-            return make_plan(run, lengths=drawn, progress=progress, whole=whole, largest=largest)
+        traces = self.by == "trace"
+        estimated = None if traces or lengths else lambda: self.plan(case, closed_form=True)
+        with self._following("tracing" if traces else "planning", case.machine, estimated) as progress:
+            return make_plan(run, by=self.by, lengths=drawn, progress=progress, whole=whole, largest=largest)
 
     # The memory of single programs
 
@@ -278,9 +276,31 @@ class Study:
     def _following(
         self, verb: str, machine: Accelerator, estimated: Callable[[], Plan] | None = None
     ) -> Iterator[OnProgress]:
-        """A callback that shows compilations as they proceed; `estimated` as for `follow`."""
+        """A callback that shows compilations as they proceed.
+
+        `estimated` makes the closed-form plan to print while the first program compiles; None: print no estimate.
+        """
+        running: dict[str, float] = {}
+        said = estimated is None
+
+        def tell(progress: CompileProgress) -> None:
+            nonlocal said
+            counts = f"{progress.done} of {progress.total}"
+            if progress.state == "compiling":
+                if estimated and not said:
+                    said = True
+                    self.say(f"estimate while compiling: {verdict_line(estimated())}")
+                running[progress.phase] = progress.seconds
+            elif progress.state == "compiled":
+                running.pop(progress.phase, None)
+                said = True
+                if estimated:
+                    self.say(f"compiled {progress.phase} for {machine.name} in {progress.seconds:.0f} s ({counts})")
+            phases = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in running.items())
+            status.update(f"compiling for {machine.name}: {phases} ({counts} done)")
+
         with self._stderr.status(f"{verb} for {machine.name}") as status:
-            yield follow(machine.name, self.say, status.update, estimated)
+            yield tell
 
 
 def _peak(jobs: Sequence[Job], compiled: Sequence[CompiledPhase]) -> Peak:

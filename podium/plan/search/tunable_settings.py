@@ -1,7 +1,7 @@
 """The settings that searches vary one at a time, and the values of each that are worth trying. No jax.
 
-Each entry defines the range of a search for the largest value, and nearby values to suggest. Suggested values never
-change what the run learns.
+`search_range` gives the range of a search for the largest value, `candidates` nearby values to suggest. Suggested
+values never change what the run learns.
 """
 
 import dataclasses
@@ -26,38 +26,58 @@ class SearchRange:
     why: str  # why a larger value is useless
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Knob:
-    """One setting that can be varied; each function takes the run on the machine."""
-
-    range: Callable[[Planned], SearchRange] | None = None  # None: the largest value cannot be searched for
-    near: Callable[[Planned], Iterable[Value]] | None = None  # other values to suggest
-
-
 def search_range(key: str, run: Planned) -> SearchRange:
     """The values of a setting that a search may try.
 
     Raises:
         ValueError: the setting cannot be searched, or not with this config.
     """
-    knob = KNOBS.get(key)
-    if knob is None or knob.range is None:
-        searched = ", ".join(name for name, each in KNOBS.items() if each.range)
-        raise ValueError(f"--search {key}: cannot be searched; search one of {searched}")
-    found = knob.range(run)
+    if key not in RANGES:
+        raise ValueError(f"--search {key}: cannot be searched; search one of {', '.join(RANGES)}")
+    found = RANGES[key](run)
     if found.most < found.unit:
         raise ValueError(f"--search {key}: no other value to try: {found.why}, {found.most}")
     return found
 
 
 def candidates(run: Planned) -> Iterator[Change]:
-    """Changes that may help without changing what the run learns."""
-    for key, knob in KNOBS.items():
-        for value in knob.near(run) if knob.near else ():
+    """Changes that may help without changing what the run learns; of equally good ones, the earlier is suggested."""
+    for key, values in _nearby(run).items():
+        for value in values:
             yield Change(key=key, value=value, old=run.value(key))
 
 
-# train.rows_per_device and train.tokens_per_device
+def _nearby(run: Planned) -> dict[str, Iterable[Value]]:
+    """Other values of each setting that are worth trying."""
+    train, rollout, sizes = run.config.train, run.config.rollout, run.sizes
+    rows = [each for each in (sizes.rows // 2, 2 * sizes.rows) if 1 <= each <= _most_rows(run)]
+    by_tokens = train.tokens_per_device is not None
+    chunks = (train.head_chunk_tokens // 4, 4 * train.head_chunk_tokens)
+    slots = [each for each in (rollout.slots // 2, 2 * rollout.slots) if each % sizes.rollout_shards == 0]
+    return {
+        "train.rows_per_device": [] if by_tokens else rows,
+        "train.tokens_per_device": [each * sizes.row_tokens for each in rows] if by_tokens else [],
+        "train.remat": [remat for remat in get_args(Remat) if remat != train.remat],
+        "train.offload_optimizer": [not train.offload_optimizer],
+        "train.head_chunk_tokens": [each for each in chunks if 1 <= each <= sizes.rows * sizes.row_tokens],
+        "rollout.slots": [each for each in slots if 1 <= each < 2 * _sequences(run)],
+        "rollout.layout": [each for each in ROLLOUT_LAYOUTS if each not in (rollout.layout, sizes.layout.name)],
+        "rollout.refill_steps": [2 * rollout.refill_steps],
+        "lora.rollout": _other_adapters(run),
+    }
+
+
+def _other_adapters(run: Planned) -> Iterable[str]:
+    """A change from two copies of the frozen weights on a GPU to one, or the reverse."""
+    lora = run.sizes.decoder.lora
+    if lora is None or lora.merged or run.sizes.platform != "gpu":
+        return ()
+    return ("apart",) if lora.shared else ("shared",)
+
+
+def _sequences(run: Planned) -> int:
+    """Completions of a step."""
+    return run.config.prompts_per_step * run.config.group_size
 
 
 def _most_rows(run: Planned) -> int:
@@ -72,24 +92,6 @@ def _range_of_rows(run: Planned) -> SearchRange:
             " --set train.tokens_per_device=null"
         )
     return SearchRange(1, _most_rows(run), "one micro-batch then holds all completions of an optimizer step")
-
-
-def _near_rows(run: Planned) -> Iterator[int]:
-    rows = run.sizes.rows
-    return (more for more in (rows // 2, 2 * rows) if 1 <= more <= _most_rows(run))
-
-
-def _near_rows_alone(run: Planned) -> Iterable[int]:
-    return _near_rows(run) if run.config.train.tokens_per_device is None else ()
-
-
-def _near_tokens(run: Planned) -> Iterable[int]:
-    if run.config.train.tokens_per_device is None:
-        return ()
-    return (rows * run.sizes.row_tokens for rows in _near_rows(run))
-
-
-# Sizes of the rollout
 
 
 def _range_of_prompts(run: Planned) -> SearchRange:
@@ -107,18 +109,7 @@ def _range_of_new_tokens(run: Planned) -> SearchRange:
 
 def _range_of_slots(run: Planned) -> SearchRange:
     unit = run.sizes.rollout_shards
-    sequences = run.config.prompts_per_step * run.config.group_size
-    return SearchRange(unit, -(-sequences // unit) * unit, "every completion of a step then has a slot")
-
-
-def _near_slots(run: Planned) -> Iterator[int]:
-    sequences = run.config.prompts_per_step * run.config.group_size
-    for slots in (run.config.rollout.slots // 2, 2 * run.config.rollout.slots):
-        if slots % run.sizes.rollout_shards == 0 and 1 <= slots < 2 * sequences:
-            yield slots
-
-
-# Adapters and chunks of the head
+    return SearchRange(unit, -(-_sequences(run) // unit) * unit, "every completion of a step then has a slot")
 
 
 def _range_of_rank(run: Planned) -> SearchRange:
@@ -130,41 +121,11 @@ def _range_of_rank(run: Planned) -> SearchRange:
     return SearchRange(min(8, min(factors)), min(factors), "a larger one is more than the smallest matrix has")
 
 
-def _near_chunks(run: Planned) -> list[int]:
-    tokens = run.config.train.head_chunk_tokens
-    most = run.sizes.rows * run.sizes.row_tokens
-    return [each for each in (tokens // 4, 4 * tokens) if 1 <= each <= most]
-
-
-def _near_adapters(run: Planned) -> Iterable[str]:
-    """A change from two copies of the frozen weights on a GPU to one, or the reverse."""
-    lora = run.sizes.decoder.lora
-    if lora is None or lora.merged or run.sizes.platform != "gpu":
-        return ()
-    return ("apart",) if lora.shared else ("shared",)
-
-
-KNOBS: Mapping[str, Knob] = {
-    "train.rows_per_device": Knob(
-        range=_range_of_rows,
-        near=_near_rows_alone,
-    ),
-    "train.tokens_per_device": Knob(near=_near_tokens),
-    "prompts_per_step": Knob(range=_range_of_prompts),
-    "rollout.max_new_tokens": Knob(range=_range_of_new_tokens),
-    "train.remat": Knob(
-        near=lambda run: (remat for remat in get_args(Remat) if remat != run.config.train.remat),
-    ),
-    "train.offload_optimizer": Knob(near=lambda run: (not run.config.train.offload_optimizer,)),
-    "train.head_chunk_tokens": Knob(near=_near_chunks),
-    "rollout.slots": Knob(range=_range_of_slots, near=_near_slots),
-    "rollout.layout": Knob(
-        near=lambda run: (
-            layout for layout in ROLLOUT_LAYOUTS if layout not in (run.config.rollout.layout, run.sizes.layout.name)
-        ),
-    ),
-    "rollout.refill_steps": Knob(near=lambda run: (2 * run.config.rollout.refill_steps,)),
-    "lora.rank": Knob(range=_range_of_rank),
-    "lora.rollout": Knob(near=_near_adapters),
+RANGES: Mapping[str, Callable[[Planned], SearchRange]] = {
+    "train.rows_per_device": _range_of_rows,
+    "prompts_per_step": _range_of_prompts,
+    "rollout.max_new_tokens": _range_of_new_tokens,
+    "rollout.slots": _range_of_slots,
+    "lora.rank": _range_of_rank,
 }
-"""The settings that can be varied; if changes help equally, those of earlier settings are suggested first."""
+"""The settings whose largest value can be searched for, each with the values to try."""

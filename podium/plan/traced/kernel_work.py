@@ -1,7 +1,7 @@
 """The work of a traced program's kernels: operations, bytes of memory, and what they send, each with its place."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from podium.hlo.collectives import Transfer
 from podium.hlo.cost import Beside, Work
@@ -9,15 +9,6 @@ from podium.plan.traced.fusion import Kernel
 from podium.plan.traced.operation_table import TO_MEMORY, TPU_KERNEL, Kind
 from podium.plan.traced.traced_phase import TracedWork, cost_of
 
-COLLECTIVES: Mapping[str, str] = {
-    "all_gather": "all-gather",
-    "all_reduce": "all-reduce",
-    "all_to_all": "all-to-all",
-    "collective_broadcast": "collective-permute",
-    "collective_permute": "collective-permute",
-    "reduce_scatter": "reduce-scatter",
-}
-"""XLA's names of the operations between devices."""
 NOTHING: Beside = (0.0, 0.0, 0.0)
 
 
@@ -40,22 +31,22 @@ def work_of(kernel: Kernel) -> Work | None:
         size, group, machines = operation.sent
         if size <= 0:
             return None
-        sent = Transfer(COLLECTIVES[operation.name], (), group, round(size), overlaps=False, machines=machines)
+        kind = operation.name.replace("_", "-").replace("broadcast", "permute")  # XLA's name
+        sent = Transfer(kind, (), group, round(size), overlaps=False, machines=machines)
         return Work("", operation.source, 1.0, transfers=(sent,))
     if operation.name == TO_MEMORY:
         size = max(array.bytes for array in (*operation.reads, *operation.writes))
         return Work("", operation.source, 1.0, hbm_bytes=float(size), host_bytes=float(size))
     float32 = operation.kind is Kind.PRODUCT and all(read.dtype == "f32" for read in operation.reads)
-    moved = operation.declared.bytes if operation.declared else None
     work = Work(
         name="",
         source=operation.source,
         times=1.0,
         flops=0.0 if float32 else operation.flops,
         flops_f32=operation.flops if float32 else 0.0,
-        hbm_bytes=_moved(kernel) if moved is None else moved,
-        kernel=operation.declared is not None,
-        of_block=moved is not None and operation.name != TPU_KERNEL,
+        hbm_bytes=_moved(kernel) if operation.declared_bytes is None else operation.declared_bytes,
+        kernel=operation.is_pallas,
+        of_block=operation.declared_bytes is not None and operation.name != TPU_KERNEL,
     )
     return work if work.flops or work.flops_f32 or work.hbm_bytes else None
 

@@ -8,13 +8,13 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from podium.hlo.cost import Peaks, transfer_seconds
+from podium.hlo.cost import Peaks, ProgramCost, transfer_seconds
 from podium.plan.traced.fusion import Compiler, Kernel, keep_on_chip, kernels
 from podium.plan.traced.kernel_work import beside_copies, work_of, works_in_order
 from podium.plan.traced.lowered_program import Array, Body, DeviceProgram, Operation
 from podium.plan.traced.operation_table import TO_MEMORY, Kind
 from podium.plan.traced.simplification import hoist, simplify
-from podium.plan.traced.traced_phase import TracedCost, TracedWork, cost_of
+from podium.plan.traced.traced_phase import TracedWork, cost_of
 from podium.plan.traced.transfers import gathers_late, sums_end
 
 
@@ -29,8 +29,6 @@ class TracedMemory:
     works: tuple[TracedWork, ...]
     largest: tuple[tuple[int, Array], ...]
     """The arrays beside the arguments there, in descending order of bytes."""
-    kernel: str
-    """The operation that runs then."""
 
     @property
     def peak(self) -> int:
@@ -38,7 +36,7 @@ class TracedMemory:
         return self.arguments + self.temporary
 
     @property
-    def cost(self) -> TracedCost:
+    def cost(self) -> ProgramCost:
         """The sum of its works."""
         return cost_of(self.works)
 
@@ -49,7 +47,6 @@ class _Peak:
 
     bytes: int
     alive: Mapping[Array, int]
-    kernel: Kernel | None = None
     inside: "_Peak | None" = None
     """That of the loop or branch that runs then."""
 
@@ -89,7 +86,6 @@ def measure(program: DeviceProgram, machine: TracedMachine) -> TracedMemory:
         temporary=peak.bytes,
         works=tuple(found.works()),
         largest=tuple(largest),
-        kernel=peak.kernel.operation.name if peak.kernel else "",
     )
 
 
@@ -197,9 +193,7 @@ class _Schedule:
         if write in self.homes:
             return 0
         # Kernels read and write rows of whole lanes; what a loop keeps for kernels lies as they read it.
-        in_rows = kernel.operation.declared is not None or (
-            write in self.stacks and write.shape[-1] in self.machine.kernel_rows
-        )
+        in_rows = kernel.operation.is_pallas or (write in self.stacks and write.shape[-1] in self.machine.kernel_rows)
         return _padded(write, self.machine.compiler.lanes) if in_rows and len(write.shape) > 1 else write.bytes
 
     def write_into_stacks(self) -> None:
@@ -229,7 +223,7 @@ class _Schedule:
             with_copies.append(kernel)
             for write in kernel.writes:
                 if write in self.results and write not in own and self.place(write) not in self.writable:
-                    if write not in read and kernel.operation.declared is None and self.redirects(kernel.operation):
+                    if write not in read and not kernel.operation.is_pallas and self.redirects(kernel.operation):
                         self.sizes[write] = 0
                     else:
                         copy = Operation(name="copy", kind=Kind.OWN, reads=[write], writes=[])
@@ -303,7 +297,7 @@ class _Schedule:
             inside = self.inside.get(kernel)
             needed = now + (inside.bytes if inside else 0) - self.overwritten(kernel, fresh, alive, ends[number])
             if needed > peak.bytes:
-                peak = _Peak(needed, dict(alive), kernel, inside)
+                peak = _Peak(needed, dict(alive), inside)
             now -= sum(alive.pop(array, 0) for array in ends[number])
         return peak
 
@@ -348,7 +342,7 @@ def _kernel_rows(body: Body) -> Iterator[int]:
     for each in body.operations:
         for inner in each.bodies:
             yield from _kernel_rows(inner)
-        if each.declared is not None:
+        if each.is_pallas:
             yield from (read.shape[-1] for read in each.reads if len(read.shape) > 2)
 
 

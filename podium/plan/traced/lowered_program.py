@@ -119,13 +119,6 @@ class Sent(NamedTuple):
 NOTHING_SENT = Sent()
 
 
-class Declared(NamedTuple):
-    """What a Pallas kernel says of itself."""
-
-    bytes: float | None
-    """Bytes that it moves, where it reads a part of what it is given; None: all of that, and its results."""
-
-
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Operation:
     """One operation on one device."""
@@ -141,13 +134,19 @@ class Operation:
     flops: float = 0.0
     sent: Sent = NOTHING_SENT
     """What the device sends to others."""
-    declared: Declared | None = None
-    """What a Pallas kernel says of itself; None for other operations."""
+    declared_bytes: float | None = None
+    """Bytes that a Pallas kernel says it moves, where it reads a part of what it is given; None: all of that, and its
+    results."""
     in_place: Sequence[tuple[int, int]] = ()
     """Pairs of the numbers of a result and of the operand over which it may be written."""
     bodies: list[Body] = dataclasses.field(default_factory=list)
     trips: int | None = 1
     """Rounds of a loop; None if only the running program knows them."""
+
+    @property
+    def is_pallas(self) -> bool:
+        """Whether it is a Pallas kernel."""
+        return self.name in KERNELS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -279,7 +278,7 @@ class _Reader:
             return reads[: len(writes)]
         else:
             _place_in_memory(found)
-        if kind not in (Kind.LOOP, Kind.TRANSFER) and found.declared is None:
+        if kind not in (Kind.LOOP, Kind.TRANSFER) and not found.is_pallas:
             found.text = str([(key, str(own.attributes[key])) for key in own.attributes if "sharding" not in key])
         operations.append(found)
         return writes
@@ -317,7 +316,7 @@ class _Reader:
             flops, moved = _FLOPS.search(text), _BYTES.search(text)
             found.flops = float(flops[1]) if flops else 0.0
             of_part = target != TPU_KERNEL or "output_operand_aliases" in own.attributes
-            found.declared = Declared(float(moved[1]) if moved and of_part else None)
+            found.declared_bytes = float(moved[1]) if moved and of_part else None
         elif target not in LIBRARY_CALLS:
             raise UnknownOperation(f"stablehlo.custom_call @{target}")
         if "output_operand_aliases" in own.attributes:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
+from podium.config.errors import raised_here
 from podium.files import write_atomically
 from podium.hlo.memory import OTHER
 from podium.plan.compiled.array_names import SCOPES
-from podium.plan.compiled.compile_worker import Job, raised_here, skipped_scopes
+from podium.plan.compiled.compile_worker import KEPT_ARRAYS, Job, skipped_scopes
 from podium.plan.result import LargeArray
 from podium.plan.traced.traced_phase import TracedPhase
 from podium.run.machine import Machine
@@ -24,10 +25,6 @@ if TYPE_CHECKING:  # the environment must be set before jax is imported
     from podium.plan.compiled.phases import PhaseProgram
     from podium.plan.traced.lifetimes import TracedMemory
     from podium.plan.traced.lowered_program import Array
-
-SHOWN = 12
-"""Number of the largest arrays at the peak that are kept for display."""
-
 
 JOBS = TypeAdapter[list[Job]](list[Job])
 RESULTS = TypeAdapter[list[TracedPhase | str]](list[TracedPhase | str])
@@ -80,7 +77,7 @@ def _phase(program: "PhaseProgram", memory: "TracedMemory") -> TracedPhase:
     named.update({name: int(share * size) for name, size in temporary.items()})
     named[OTHER] += memory.peak - named.total()
     parts = {name: size for name, size in named.items() if size > 0}
-    largest = sorted(arrays, key=lambda array: -array.bytes)[:SHOWN]
+    largest = sorted(arrays, key=lambda array: -array.bytes)[:KEPT_ARRAYS]
     return TracedPhase(residents=program.residents, parts=parts, largest=tuple(largest), works=memory.works)
 
 

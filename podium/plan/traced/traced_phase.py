@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from podium.hlo.cost import Work
+from podium.hlo.cost import ProgramCost, Work
 from podium.plan.result import LargeArray
 
 
@@ -18,26 +18,9 @@ class TracedWork:
     """Sources of the loops around it whose rounds only the running program knows; `times` counts each of them once."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TracedCost:
-    """What a program does on one device; a loop whose rounds are unknown counts once."""
-
-    flops: float = 0.0
-    """Operations of products and of kernels, as these declare them."""
-    hbm_bytes: float = 0.0
-    sent: float = 0.0
-    """Bytes sent to other devices."""
-
-
-def cost_of(works: Iterable[TracedWork]) -> TracedCost:
-    """The sum of some works."""
-    flops = hbm_bytes = sent = 0.0
-    for each in works:
-        work = each.work
-        flops += each.times * (work.flops + work.flops_f32)
-        hbm_bytes += each.times * work.hbm_bytes
-        sent += each.times * sum(transfer.sent for transfer in work.transfers)
-    return TracedCost(flops=flops, hbm_bytes=hbm_bytes, sent=sent)
+def cost_of(works: Iterable[TracedWork]) -> ProgramCost:
+    """The cost of some works; a loop whose rounds are unknown counts once."""
+    return ProgramCost(tuple(dataclasses.replace(each.work, times=each.times) for each in works))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
