@@ -68,4 +68,5 @@ if __name__ == "__main__":
             traced = trace_memory(each, machine).peak
             job = Job(phase=name, config=config, decoder=model, accelerator=machine, programs=Path(sys.argv[2]))
             compiled = _finished(job, spec, each.lower(), {})
+            assert not isinstance(compiled, str), compiled
             print(json.dumps({"traced": traced, "compiled": compiled.memory.peak}))

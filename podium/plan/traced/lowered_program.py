@@ -341,9 +341,8 @@ class _Reader:
         """A group of devices that take part in a collective; two where each sends to one other."""
         for name in ("source_target_pairs", "replica_groups"):
             if name in own.attributes:
-                listed = ir.DenseIntElementsAttr(own.attributes[name])
-                groups = np.array(list(listed)).reshape(ir.ShapedType(listed.type).shape).tolist()
-                return max(groups, key=self.machines)
+                groups = np.array(ir.DenseIntElementsAttr(own.attributes[name]))  # [groups, devices]
+                return max(groups.tolist(), key=self.machines)
         if own.name.endswith(("collective_permute", "collective_broadcast")):
             return [0, 1]
         sizes = self.mesh(sdy.TensorShardingAttr(own.attributes["out_sharding"]))
