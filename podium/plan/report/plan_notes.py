@@ -17,14 +17,13 @@ from podium.tasks.conversations.environment_forms import conversing
 
 LEAST_AGAIN = 0.01  # share of prefilled tokens that are prefilled again from which a plan has a note
 MUCH = 2.0  # token places for each needed token above which a plan says how to have fewer
-MORE_OPERATIONS = 1.02  # ratio to the closed form's operations above which a note says that a program recomputes
 
 
 def explain(
     run: RunSizes, phases: Sequence[Phase], workload: Workload, replies: Replies | None = None
 ) -> tuple[str, ...]:
     """The notes of a plan, most important first; `replies` are the environment's replies in conversations."""
-    found = [*_verdict(phases, run.accelerator), *_recomputation(phases), *spread(phases), *_decode(phases, workload)]
+    found = [*_verdict(phases, run.accelerator), *spread(phases), *_decode(phases, workload)]
     found += _conversations(run, workload, replies)
     host = (F32 * run.own_count + optimizer_bytes(run)) * run.accelerator.devices_per_host
     checkpoint = f"a checkpoint copies {host / GIB:.1f} GiB to each host's memory"
@@ -143,13 +142,6 @@ def _offload(run: RunSizes) -> Iterator[str]:
             f"copies between a device and its host are taken to reach {link.value:.2f} ({link.low:.2f}-{link.high:.2f})"
             f" of {peak:.0f} GB/s, and to be waited for where no work hides them: not measured yet"
         )
-
-
-def _recomputation(phases: Sequence[Phase]) -> Iterator[str]:
-    for phase in phases:
-        if phase.compiled and phase.flops > MORE_OPERATIONS * phase.closed_form_flops > 0:
-            more = phase.flops / phase.closed_form_flops - 1
-            yield f"{phase.name} does {more:.0%} more operations than the code asks for: the compiler recomputes some"
 
 
 def _decode(phases: Sequence[Phase], workload: Workload) -> Iterator[str]:
