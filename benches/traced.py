@@ -50,6 +50,7 @@ from podium.plan.planner import make_jobs
 from podium.plan.request.phase_sizes import Planned
 from podium.plan.traced.absent_devices import absent_programs, trace_memory
 from podium.plan.traced.lifetimes import TracedMemory
+from podium.run.divisible import check_divisible
 from podium.run.machine import Machine
 from podium.run.resolve import resolve
 from podium.run.roles import find_decoder
@@ -209,6 +210,7 @@ def _trace_update(settings: Mapping[str, Any], machine: str, rows: int) -> Drawn
     own = {**settings, "train.rows_per_device": rows}
     config = gsm8k(own)
     spec = resolve(config, find_decoder(config), Machine.planned(accelerator))
+    check_divisible(spec)
     program = absent_programs(spec, accelerator)["update"]
     held = sum(program.residents.values())
     if device_bytes(program.arguments) + held > BLIND_NEAR[1] * accelerator.hbm_bytes:
