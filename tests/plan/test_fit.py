@@ -242,6 +242,24 @@ def test_what_needs_less_than_estimated_makes_room_for_something_faster(monkeypa
     assert found.best is not None and found.best.setting == "train.rows_per_device=2"
 
 
+def test_what_hardly_fits_by_the_closed_form_is_traced_before_it_is_given_up(monkeypatch):
+    """By the closed form nothing fits; the trace of 2 rows takes 10 % less, too much, but then 1 row fits."""
+    traced: list[str] = []
+
+    def trace(study: MadeStudy, case: Case, phases: Sequence[str]) -> Peak | None:
+        if phases != ["update"]:
+            return None
+        traced.append(str(case.changes[-1].value))
+        return Peak(phase="update", bytes=int(0.9 * 36 * GIB), refused=False, compiled=False)
+
+    monkeypatch.setattr(MadeStudy, "traced_peak", trace)
+    updates = [half("1", 33.0, 4.0), half("2", 36.0, 3.0), half("4", 42.0, 2.0)]
+    found, probed, _ = searched(monkeypatch, updates, {"own": 43.0, "4": 38.0, "2": 32.4, "1": 29.7})
+    assert found.best is not None and found.best.setting == "train.rows_per_device=1"
+    assert probed == ["update 1"]
+    assert traced == ["2"]  # 4 rows do not fit even if the closed form errs by all its margin
+
+
 def test_if_nothing_fits_none_is_returned_with_what_was_tried(monkeypatch):
     found, probed, planned = searched(monkeypatch, UPDATES, dict.fromkeys(("own", "4", "2", "1"), 50.0))
     assert found.best is None and planned == [] and len(probed) <= module.MOST_PROGRAMS

@@ -89,9 +89,8 @@ class Fit:
             except ValueError:  # the changes contradict other settings, or the model
                 continue
             estimated += choice.estimated
-            if found is None or (best is not None and not learned and not _faster(found, best)):
-                continue
-            others.append(found)
+            if found is not None and (best is None or learned or _faster(found, best)):
+                others.append(found)
             if best is None:
                 best, learned = self._settled(choice, case), changes
         return Fitted(
@@ -148,9 +147,10 @@ class Fit:
         """The best settings, compiled unless the study is fast; None if none fit."""
         programs = plans = 0
         close: Outcome | None = None
-        while plans < MOST_PLANS and (pair := choice.best()) is not None:
+        traces = self.study.by != "closed_form"
+        while plans < MOST_PLANS and (pair := choice.best(hopeful=traces)) is not None:
             changed = case.but(*case.changes, *pair.changes)
-            if self.study.by != "closed_form" and (unseen := choice.unseen(pair)):
+            if traces and (unseen := choice.unseen(pair)):
                 self._trace(choice, changed, unseen)
                 continue
             open_phases = choice.open_phases(pair) if programs < MOST_PROGRAMS else {}

@@ -350,6 +350,7 @@ class Choice:
         self.fast = fast
         self._exact: dict[tuple[int, str], float] = {}
         """Bytes of halves whose phase was compiled."""
+        self._hopeful = False
         self._beside = 0.0
         """Bytes by which a whole plan, which has the code of all programs, exceeded the largest program alone."""
         self._factors = factors
@@ -359,10 +360,14 @@ class Choice:
         """Number of halves so far."""
         return sum(len(place.updates) + len(place.simulated) for place in self._places)
 
-    def best(self) -> Pair | None:
+    def best(self, *, hopeful: bool = False) -> Pair | None:
         """The pair to try next: the fastest that fits, or a hardly slower one that is known to fit; None if no pair
         fits.
+
+        If `hopeful`, programs of kinds that were not seen yet fit if they do by the closed form's margin of error: for
+        searches that trace one of each kind.
         """
+        self._hopeful = hopeful
         pair = self._best(ordinary=True)
         while self._waiting and (pair is None or pair.seconds > (1 + ALIKE) * self._least_seconds()):
             if pair is not None and not self._ordinary(self._waiting[0]):
@@ -379,8 +384,10 @@ class Choice:
 
     def need(self, half: Half) -> float:
         """Bytes that a device needs for a half: the compiler's figure, or else the corrected closed-form estimate."""
+        unseen = {(self._alone(half), half.like): 1 - margin(False)} if self._hopeful else {}
+        factors = unseen | self._factors
         return max(
-            self._exact.get((id(half), phase), size * self._factors.get((phase, half.like), 1.0))
+            self._exact.get((id(half), phase), size * factors.get((phase, half.like), 1.0))
             for phase, size in half.peaks.items()
         )
 
