@@ -29,6 +29,7 @@ from podium.plan.traced.kernel_work import works_in_order
 from podium.plan.traced.lowered_program import Array, Operation, Sent
 from podium.plan.traced.operation_table import Kind
 from podium.plan.traced.traced_phase import TracedPhase, TracedWork
+from podium.plan.traced.trust import trust
 from podium.settings import load_settings
 from podium.sharding import make_mesh
 from tests.plan.estimated import tiny_config
@@ -179,6 +180,15 @@ def test_nothing_is_compiled_without_a_compiler(compilers, monkeypatch):
 def test_a_traced_phase_is_judged_by_its_range(low, high, verdict):
     phase = Phase(name="update", bytes=95, parts={}, fits=True, traced=True, low_bytes=low, high_bytes=high)
     assert judge_phases([phase], 100) == verdict
+
+
+@pytest.mark.parametrize(("mesh", "near"), [("fsdp:2,tp:4", False), ("fsdp:4,tp:2", True)])
+def test_experts_that_do_not_fill_a_tpus_lanes_are_left_to_the_compiler(mesh, near):
+    """An expert of 768 numbers has 192 on each of four devices, and 384, three times the lanes, on each of two."""
+    texts = ["model=Qwen/Qwen3-30B-A3B", "tasks=[{name: gsm8k}]", f"mesh={mesh}"]
+    run = Planned.of(load_settings([], texts, {}).config, V6E).sizes
+    assert trust(run, "update").near is near
+    assert trust(run, "decode").near
 
 
 # A whole plan
