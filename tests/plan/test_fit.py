@@ -1,6 +1,7 @@
 """Settings that fit: found by the closed form on machines that are not there, and judged by compilers made by hand."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -258,6 +259,23 @@ def test_what_hardly_fits_by_the_closed_form_is_traced_before_it_is_given_up(mon
     assert found.best is not None and found.best.setting == "train.rows_per_device=1"
     assert probed == ["update 1"]
     assert traced == ["2"]  # 4 rows do not fit even if the closed form errs by all its margin
+
+
+def test_what_is_too_close_to_call_gives_way_to_a_change_of_what_is_learned_that_fits(monkeypatch):
+    def planned_by(case: Case, fast: bool) -> Plan:
+        return plan() if any(change.key == "train.optimizer.moments" for change in case.changes) else close()
+
+    def peak(case: Case, phase: str) -> Peak:
+        return Peak(phase=phase, bytes=29 * GIB, refused=False, compiled=True)
+
+    config = load_settings([], list(QWEN_3B), {}).config
+    study = MadeStudy(planned_by, run=planned_of(lambda case: config), peak=peak)
+    for fixed, learned in ((FIXED, []), (FIXED[:1], ["train.optimizer.moments=bfloat16"])):
+        sizes = itertools.chain([29.0], itertools.repeat(24.0))  # as it is, and with each change of what is learned
+        monkeypatch.setattr(module, "Halves", lambda *given, sizes=sizes: FakeHalves([half("1", next(sizes), 2.0)]))
+        found = Fit(study=study, now=Case(find_accelerator("v6e-8")), fixed=fixed).find(all_others=False)
+        assert found.best is not None and [str(change) for change in found.learned] == learned
+        assert found.best.plan.verdict == ("fits" if learned else "too_close")
 
 
 def test_if_nothing_fits_none_is_returned_with_what_was_tried(monkeypatch):

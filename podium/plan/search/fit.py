@@ -8,7 +8,7 @@ pair is tried until one fits; then the whole run is planned. No jax.
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple, TypeGuard, get_args
 
 from podium.config.errors import ConfigError
 from podium.config.lora import Base, LoraConfig
@@ -81,7 +81,7 @@ class Fit:
         best, estimated = self._settled(choice, self.now), choice.estimated
         others: list[Outcome] = []
         learned: Changes = ()
-        for changes in self._changes_of_learning(smaller=best is None) if best is None or all_others else ():
+        for changes in self._changes_of_learning(smaller=not _fits(best)) if all_others or not _fits(best) else ():
             case = self.now.but(*changes)
             try:
                 choice = self._choice(case)
@@ -89,10 +89,12 @@ class Fit:
             except ValueError:  # the changes contradict other settings, or the model
                 continue
             estimated += choice.estimated
-            if found is not None and (best is None or learned or _faster(found, best)):
+            if found is not None and (not _fits(best) or learned or _faster(found, best)):
                 others.append(found)
-            if best is None:
-                best, learned = self._settled(choice, case), changes
+            if not _fits(best):
+                other = self._settled(choice, case)
+                if best is None or _fits(other):
+                    best, learned = other, changes
         return Fitted(
             before=before,
             best=best,
@@ -207,6 +209,11 @@ class Fit:
         (whole,) = self.study.outcomes([best.case], closed_form=True)
         found = self.study.outcomes((self.now.but(*kept) for kept in without), closed_form=True)
         return [dataclasses.replace(each, before=whole.known) for each in found]
+
+
+def _fits(outcome: Outcome | None) -> TypeGuard[Outcome]:
+    """Whether there are settings, and not too close to the memory to call."""
+    return outcome is not None and outcome.plan.verdict == "fits"
 
 
 def _faster(outcome: Outcome, other: Outcome) -> bool:
