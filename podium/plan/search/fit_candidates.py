@@ -30,7 +30,8 @@ APART = 1.15  # ratio between neighbouring numbers of rows that are tried
 TIGHT = 0.8  # share of the memory above which smaller variants of a candidate are tried too
 FAR = 1.3  # share of the memory above which a candidate's variants with more rows are not tried
 CUT = 0.05  # share of a peak that an array must have for a smaller one to be tried
-SIMULATED = 4  # rollouts that fit and are simulated, for each choice of shared settings
+BELOW = (FAR, 1.0, 0.95, 0.9, 1 - margin(False))  # shares of the memory below each of which the fastest is simulated
+SIMULATED = 4  # rollouts below the smallest share that are simulated, for each choice of shared settings
 COARSE = 64  # decode calls that the longest completion is simulated with
 ALIKE = 0.02  # share of the fastest candidate's seconds within which fewer changes are better
 WORTH = 0.97  # share of the seconds of what fits above which something faster is not worth a compilation
@@ -226,16 +227,18 @@ class Halves:
     # The rollout
 
     def _rollouts(self, run: Planned) -> list[Half]:
-        """Candidates for the rollout, simulated: the fastest by a rough estimate, the run's own, and the smallest."""
+        """Candidates for the rollout, simulated: the fastest by a rough estimate for several shares of the memory, the
+        run's own, and the smallest.
+        """
         found: list[_Rough] = []
         for layout, slots in itertools.product(self._layouts(), self._slots()):
             found += self._cached(run, {**layout, "rollout.slots": slots})
         found.sort(key=lambda each: (each.seconds, len(each.changes)))
-        most = (1 - margin(False)) * self.machine.hbm_bytes
-        fits = [each for each in found if each.peak <= most]
-        near = [each for each in found if most < each.peak <= FAR * self.machine.hbm_bytes]
+        below = {share: [each for each in found if each.peak <= share * self.machine.hbm_bytes] for share in BELOW}
+        near = [each for share in BELOW for each in below[share][:1]]
         own = [each for each in found if not each.changes]
-        kept = [*fits[:SIMULATED], *near[:1], *own, *([min(found, key=lambda each: each.peak)] if found else [])]
+        smallest = [min(found, key=lambda each: each.peak)] if found else []
+        kept = [*below[min(BELOW)][:SIMULATED], *near, *own, *smallest]
         return [self._rollout(each) for each in {id(each): each for each in kept}.values()]
 
     def _slots(self) -> list[Value]:
