@@ -7,7 +7,6 @@ range lies on one side of the memory; otherwise it compiles the programs that de
 
 from typing import NamedTuple
 
-from podium.config.attention_blocks import LANES
 from podium.models.blocks.experts import Experts
 from podium.plan.request.phase_sizes import RunSizes
 from podium.plan.result import part_of
@@ -27,8 +26,8 @@ ROLLOUT = Trust(0.98, 1.09)
 TPU_UPDATE = Trust(0.87, 1.11)
 TPU_PATTERN = Trust(0.94, 1.42, near=False)
 """XLA's schedule of a loop whose body has several layers keeps arrays of more than one of them."""
-TPU_NARROW = Trust(0.94, 1.42, near=False)
-"""A TPU keeps arrays in tiles of 128 lanes: XLA copies stacks of experts whose rows are no multiple into such tiles."""
+TPU_EXPERTS = Trust(0.94, 1.42)
+"""XLA copies stacks of experts, into tiles of 128 lanes where an expert's rows on a device are no multiple of these."""
 GPU_UPDATE = Trust(0.87, 1.09)
 GPU_PLAIN = Trust(0.83, 1.25, near=False)
 """cuBLAS gets copies of operands in other layouts, of scores and of recurrences, which a trace does not have."""
@@ -43,7 +42,6 @@ def trust(run: RunSizes, phase: str) -> Trust:
         return SYNC if phase == "sync" else ROLLOUT
     several = len({place.block for place in run.decoder.places}) > 1
     if run.platform == "tpu":
-        mixtures = (place.block.feed_forward for place in run.decoder.places)
-        narrow = any(isinstance(kind, Experts) and kind.width // run.tp % LANES for kind in mixtures)
-        return TPU_PATTERN if several else TPU_NARROW if narrow else TPU_UPDATE
+        experts = any(isinstance(place.block.feed_forward, Experts) for place in run.decoder.places)
+        return TPU_PATTERN if several else TPU_EXPERTS if experts else TPU_UPDATE
     return GPU_UPDATE if run.update.attention in WITHOUT_SCORES and not several else GPU_PLAIN
