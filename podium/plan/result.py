@@ -32,6 +32,8 @@ By = Literal["compiler", "trace", "closed_form"]
 Made = Literal["compiled", "traced", "estimated"]
 """How a plan's figures were found: estimated is by the closed form alone."""
 TOO_CLOSE = 0.03  # largest relative difference seen between the compiler's figure and a device's measurement
+AT_REST = ("copy", "checkpoint")
+"""Phases that need no memory beside what stays between programs, which is an exact sum even without a compiler."""
 ESTIMATE_TOO_CLOSE = 0.2
 """Like TOO_CLOSE, for the closed form: the most by which it fell below the compiler's figure, but for attention whose
 blocks are kept for the backward pass (`benches.traced`)."""
@@ -235,7 +237,7 @@ def judge_phases(phases: Iterable[Phase], hbm_bytes: int) -> Verdict:
     """Judge phases, each by its range: `too_close` if that of one lies on both sides of the limit, and none above."""
     verdict: Verdict = "fits"
     for phase in phases:
-        off = int(margin(phase.compiled) * hbm_bytes)
+        off = int(margin(phase.compiled or phase.name in AT_REST) * hbm_bytes)
         if phase.refused or (phase.low_bytes or phase.bytes - off) > hbm_bytes:
             return "does_not_fit"
         if (phase.high_bytes or phase.bytes + off) >= hbm_bytes:

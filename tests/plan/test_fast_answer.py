@@ -189,6 +189,14 @@ def test_a_compiler_may_copy_stacks_of_experts(model, copied):
     assert trust(run, "decode").high < 1.1
 
 
+@pytest.mark.parametrize(("name", "verdict"), [("checkpoint", "fits"), ("copy", "fits"), ("prefill", "too_close")])
+def test_what_only_rests_in_memory_is_known_without_a_compiler(name, verdict):
+    """A compiled update at 95 % fits; beside it, 90 % by the closed form are too close but for an exact sum."""
+    update = Phase(name="update", bytes=95, parts={}, fits=True, compiled=True)
+    phases = [update, Phase(name=name, bytes=90, parts={}, fits=True)]
+    assert judge_phases(phases, 100) == verdict
+
+
 # A whole plan
 
 
