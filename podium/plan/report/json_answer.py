@@ -5,7 +5,7 @@ Objects mirror the dataclasses of a plan, with fields renamed by `NAMES` and mem
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 from podium.accelerators import GIB
 from podium.plan.report.advice import advice_line
@@ -14,9 +14,6 @@ from podium.plan.result import Plan
 from podium.plan.search.fit import Fitted
 from podium.plan.search.largest import Largest
 from podium.plan.search.study import Outcome
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 Object = dict[str, Any]
 NAMES = {
@@ -112,7 +109,13 @@ def _values(outcome: Outcome) -> Object:
     return {change.key: change.value for change in outcome.case.changes}
 
 
-def as_object(value: "DataclassInstance") -> Object:
+class Dataclass(Protocol):
+    """An instance of any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+def as_object(value: Dataclass) -> Object:
     """Convert a dataclass to an object, nested dataclasses included, renaming fields by `NAMES`."""
     return dataclasses.asdict(
         value, dict_factory=lambda fields: {NAMES.get(name, name): _plain(name, each) for name, each in fields}
