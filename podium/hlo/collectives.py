@@ -152,8 +152,8 @@ def first_group(ids: np.ndarray, axes: Sequence[str], parts: Mapping[str, tuple[
     Args:
         ids: numbers of the mesh's devices, a dimension for each axis.
         axes: names of these dimensions.
-        parts: the axes along which the group's devices differ: the size of the part of the axis that is more major than
-            the one meant, and the size of that one.
+        parts: by name of each axis along which the group's devices differ: into how many blocks the axis is cut first,
+            and how many devices of a block, evenly spaced, are in the group.
     """
     for dim, name in enumerate(axes):
         before, size = parts.get(name, (1, 1))

@@ -123,6 +123,18 @@ def test_only_what_devices_of_several_slices_exchange_is_sent_over_the_network()
     }
 
 
+def test_copies_of_the_same_weights_add_up_their_parts_after_the_sum_within_each():
+    """A device keeps a quarter of 256 bytes: it sends three quarters in its slice, then its own to the other slice."""
+    mesh = make_mesh("dp:2,fsdp:4", absent_devices(find_accelerator("2xv6e-4")))
+    given = array(8, 64, split=(("dp", "fsdp"),), mesh=mesh)
+    found = traced(lambda x: x.sum(0), given, machine="2xv6e-4", out=NamedSharding(mesh, PartitionSpec("fsdp")))
+    transfers = [each for work in found.works for each in work.work.transfers]
+    assert {(each.kind, each.group, each.machines, each.sent) for each in transfers} == {
+        ("reduce-scatter", 4, 1, 3 * 64),
+        ("all-reduce", 2, 2, 64),
+    }
+
+
 def test_arrays_live_until_they_are_read_last():
     def three(x, w):  # [N, N], [N, N]
         return ((x @ w) @ w) @ w

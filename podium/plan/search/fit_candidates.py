@@ -354,6 +354,7 @@ class Choice:
         self._exact: dict[tuple[int, str], float] = {}
         """Bytes of halves whose phase was compiled."""
         self._hopeful = False
+        """Whether the pair to try next may have kinds that were not seen yet; set by `best`."""
         self._beside = 0.0
         """Bytes by which a whole plan, which has the code of all programs, exceeded the largest program alone."""
         self._factors = factors
@@ -386,7 +387,9 @@ class Choice:
         return (1 - margin(place.compiled and not self.fast)) * self._hbm_bytes - self._beside
 
     def need(self, half: Half) -> float:
-        """Bytes that a device needs for a half: the compiler's figure, or else the corrected closed-form estimate."""
+        """Bytes that a device needs for a half: the compiler's figure, or else the corrected closed-form estimate; of a
+        kind that was not seen yet the least that it may need, where the search is hopeful.
+        """
         unseen = {(self._alone(half), half.like): 1 - margin(False)} if self._hopeful else {}
         factors = unseen | self._factors
         return max(

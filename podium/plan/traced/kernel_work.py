@@ -31,8 +31,8 @@ def work_of(kernel: Kernel) -> Work | None:
         size, group, machines = operation.sent
         if size <= 0:
             return None
-        kind = operation.name.replace("_", "-").replace("broadcast", "permute")  # XLA's name
-        sent = Transfer(kind, (), group, round(size), overlaps=False, machines=machines)
+        name = "collective_permute" if operation.name == "collective_broadcast" else operation.name
+        sent = Transfer(name.replace("_", "-"), (), group, round(size), overlaps=False, machines=machines)
         return Work("", operation.source, 1.0, transfers=(sent,))
     if operation.name == TO_MEMORY:
         size = max(array.bytes for array in (*operation.reads, *operation.writes))
